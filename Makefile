@@ -1,0 +1,54 @@
+# All set-up happens here: each target that needs the virtual environment makes it first.
+# Stamp files in .venv remember what is installed; a change of pyproject.toml or constraints.txt installs again.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint types format install clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.lab ## set up, then compare NG+ with SGD and Adam on scikit-learn's digits
+	$(BIN)/python examples/digits.py
+
+test: lint types ## set up, then run all checks: ruff, mypy, the full test suite
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev ## ruff: rules and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev ## mypy, strict on src/ngplus
+	$(BIN)/mypy
+
+format: $(VENV)/.dev ## let ruff fix and format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(VENV)/.dev ## set up .venv with everything that development needs
+
+clean: ## remove .venv, caches and build output
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# torch first, by itself, so that nothing installed later can choose another build of it.
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "ngplus needs Python 3.10 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt hatchling editables
+	@touch $@
+
+# The build backend comes from constraints.txt too, hence no build isolation.
+$(VENV)/.lab: $(VENV)/.torch pyproject.toml constraints.txt
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[lab]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@ $(VENV)/.lab

@@ -1,0 +1,339 @@
+"""One matrix's curvature through its life: gathered from factors, averaged, inverted, applied.
+
+The functions here stand between the pure rooms (:mod:`ngplus.fisher`, :mod:`ngplus.solve`) and the optimizer. They read
+the options of a parameter group and keep their results in that matrix's ``state``, a plain dict of tensors:
+
+==================== ============================================================ =========================
+key                  what                                                         kept by
+==================== ============================================================ =========================
+curvature            the moving average of L or R                                 "momentum", "batch"
+inverse              (lambda I + L)^-1                                            solver "dense"
+factor, core         U and the r x r (or r x q) matrix beside it                  "woodbury", "sketched"
+basis, spectrum      Q and w of L = Q diag(w) Q^T                                 scaling "adaptive"
+exp_avg, exp_avg_sq  Adam's two moments in the basis                              scaling "adaptive"
+damping              lambda of the last refresh                                   all
+==================== ============================================================ =========================
+
+A tensor is a stack [groups * blocks, p, ...]; where the last block is smaller it lies beside it under ``..._tail``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ngplus import fisher, solve
+from ngplus.blocks import Cut
+from ngplus.fisher import Factors
+from ngplus.matrices import ParameterMatrix
+from ngplus.sketch import Sketch, SketchSpec
+
+State = dict[str, Any]
+Group = dict[str, Any]
+
+RELATIVE_AUTO = 0.1  # damping="auto" is relative damping with this coefficient
+DAMPING_FLOOR = 1e-30  # relative damping of a zero matrix
+# State that load_state_dict must not cast to the parameter's dtype.
+KEPT_WIDE = ("curvature", "inverse", "factor", "core", "basis", "spectrum", "exp_avg", "exp_avg_sq", "damping")
+
+
+@dataclass
+class Gathered:
+    """What a refresh has gathered so far: sums over samples, not yet divided by anything."""
+
+    total: list[Tensor] | None = None
+    roots: list[list[Tensor]] = field(default_factory=list)
+    samples: int = 0  # samples in the batch, all micro-batches together
+    used: int = 0  # those of them in S_k
+    gradient: Tensor | None = None  # sum_i G_i, kept on the first refresh only, to check that nothing was missed
+
+
+def gather(
+    gathered: Gathered, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int, check: bool = False
+) -> None:
+    """Adds a batch's factors: to the sum of products, or to the columns of U where the rank is low."""
+    side = matrix.side(group["side"])
+    cut = matrix.cut(side, group["block_size"])
+    index = subsample(factors.samples, group["samples"], seed)
+    matrix.seen = (factors.samples, factors.positions)
+    gathered.samples += factors.samples
+    gathered.used += factors.samples if index is None else len(index)
+    if check:
+        total = factors.total(matrix.dtype)
+        gathered.gradient = total if gathered.gradient is None else gathered.gradient + total
+    if _keeps_root(factors, side, cut, group):
+        matrix.form = "root"
+        gathered.roots.append(fisher.gfim_root(factors, side, cut, samples=index, dtype=matrix.dtype))
+        return
+    spec = SketchSpec.parse(group["sketch"])
+
+    def sketch(size: int) -> Sketch | None:
+        return None if spec is None or group["solver"] == "sketched" else Sketch(spec, size, seed)
+
+    matrix.form = fisher.choose_form(factors, side, factors.curved_and_other(side)[1], cut.size)
+    products = fisher.gfim_sum(factors, side, cut, sketch=sketch, samples=index, dtype=matrix.dtype)
+    if gathered.total is None:
+        gathered.total = products
+    else:
+        torch._foreach_add_(gathered.total, products)
+
+
+def subsample(count: int, samples: int | float | None, seed: int) -> Tensor | None:
+    """S_k: a random subset of the batch, given by its size or its fraction; None for the whole batch."""
+    if samples is None:
+        return None
+    size = max(1, round(samples * count)) if isinstance(samples, float) else samples
+    if size >= count:
+        return None
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:size].sort().values
+
+
+def _keeps_root(factors: Factors, side: str, cut: Cut, group: Group) -> bool:
+    if group["solver"] in ("woodbury", "sketched"):
+        return True
+    low_rank = 2 * factors.rank(side) < cut.size  # then 4 d r D FLOPs of a step are below 2 d^2 D
+    return bool(
+        low_rank
+        and group["solver"] == "auto"
+        and group["curvature"] == "sample"
+        and group["scaling"] == "inverse"
+        and group["sketch"] is None
+        and group["samples"] is None
+    )
+
+
+@dataclass
+class Fresh:
+    """L (or R) of one refresh, divided by its number of samples: as it is, or as U with L = U U^T."""
+
+    matrices: list[Tensor] | None
+    roots: list[Tensor] | None = None
+
+    def dense(self) -> list[Tensor]:
+        if self.matrices is not None:
+            return self.matrices
+        assert self.roots is not None
+        return [root @ root.mT for root in self.roots]
+
+
+def per_sample(gathered: Gathered, group: Group, cut: Cut, grad_scale: Tensor | float = 1.0) -> Fresh:
+    """L = 1/|S_k| sum over S_k of G_i G_i^T, from the sums over captured gradients c_i.
+
+    The invariant is .grad = 1/N sum_i G_i over the N samples of the batch: G_i = N c_i where the loss is a mean over the
+    batch, G_i = c_i where it is a sum. ``grad_scale`` is the loss scale of mixed precision.
+    """
+    scale = (gathered.samples if group["loss_reduction"] == "mean" else 1) / grad_scale
+    weight = scale * scale / gathered.used
+    if gathered.roots and gathered.total is None:
+        weight_root = weight**0.5
+        roots = [torch.cat(stack, dim=-1) * weight_root for stack in zip(*gathered.roots, strict=True)]
+        if group["solver"] != "auto" or 2 * roots[0].shape[-1] < cut.size:
+            return Fresh(None, roots)
+        return Fresh([root @ root.mT for root in roots])
+    total = gathered.total
+    for roots in gathered.roots:  # micro-batches of unlike sizes: some came as products
+        products = [root @ root.mT for root in roots]
+        total = products if total is None else [a + b for a, b in zip(total, products, strict=True)]
+    assert total is not None
+    return Fresh([stack * weight for stack in total])
+
+
+def mini_batch(matrix: ParameterMatrix, gradient: Tensor, group: Group, seed: int) -> Fresh:
+    """G_B G_B^T or G_B^T G_B of the mini-batch gradient [groups, m, n] (or its rows, where it is sparse)."""
+    side = matrix.side(group["side"])
+    spec = SketchSpec.parse(group["sketch"])
+    curved = gradient if side == "left" else gradient.mT
+    if group["solver"] == "sketched":
+        spec = None
+    if spec is not None and spec.size < curved.shape[-1]:
+        curved = Sketch(spec, curved.shape[-1], seed)(curved)
+    cut = matrix.cut(side, group["block_size"])
+    stacks = cut.split(curved)
+    if group["solver"] in ("woodbury", "sketched"):
+        return Fresh(None, stacks)
+    return Fresh([stack @ stack.mT for stack in stacks])
+
+
+def average(state: State, fresh: Fresh, group: Group) -> Fresh:
+    """Lbar_k = beta Lbar_(k-1) + (1 - beta) L_k, with Lbar_0 = L_0."""
+    matrices = fresh.dense()
+    old = read(state, "curvature")
+    beta = group["beta"]
+    if old is not None and [o.shape for o in old] == [m.shape for m in matrices]:
+        matrices = [beta * o + (1 - beta) * m for o, m in zip(old, matrices, strict=True)]
+    write(state, "curvature", matrices)
+    return Fresh(matrices)
+
+
+def online(state: State, fresh: Fresh, group: Group) -> None:
+    """Ltilde_k = beta Ltilde_(k-1) + gamma G_B G_B^T, started from lambda_0 I."""
+    matrices = fresh.dense()
+    beta = group["beta"]
+    gamma = 1 - beta if group["gamma"] is None else group["gamma"]
+    old = read(state, "curvature")
+    if old is None or [o.shape for o in old] != [m.shape for m in matrices]:
+        start = damping_of(group, [gamma * m.diagonal(dim1=-2, dim2=-1) for m in matrices])
+        old = [solve.damped(torch.zeros_like(m), start) for m in matrices]
+    write(state, "curvature", [beta * o + gamma * m for o, m in zip(old, matrices, strict=True)])
+
+
+def damping_of(group: Group, diagonals: Sequence[Tensor]) -> Tensor:
+    """lambda: absolute, or relative to the mean eigenvalue trace(L)/d of the whole layer, from L's diagonals."""
+    damping, relative = group["damping"], group["damping_mode"] == "relative"
+    if damping == "auto":
+        damping, relative = RELATIVE_AUTO, True
+    like = diagonals[0]
+    if not relative:
+        return torch.as_tensor(damping, dtype=like.dtype, device=like.device)
+    mean = torch.cat([diagonal.flatten() for diagonal in diagonals]).mean()
+    return (damping * mean).clamp_min(DAMPING_FLOOR)
+
+
+def is_finite(fresh: Fresh) -> bool:
+    tensors = fresh.matrices if fresh.matrices is not None else fresh.roots
+    return all(bool(t.isfinite().all()) for t in tensors or [])
+
+
+def invert(state: State, fresh: Fresh, group: Group, seed: int) -> None:
+    """Puts what the next steps apply into the state: an inverse, Woodbury's pair, or the eigenbasis."""
+    if group["scaling"] == "adaptive":
+        _turn_basis(state, fresh.dense())
+        return
+    if fresh.roots is None:
+        matrices = fresh.dense()
+        damping = damping_of(group, [m.diagonal(dim1=-2, dim2=-1) for m in matrices])
+        state["damping"] = damping
+        clear(state, "factor", "core")
+        write(state, "inverse", [solve.dense_inverse(m, damping) for m in matrices])
+        return
+    damping = damping_of(group, [root.square().sum(-1) for root in fresh.roots])
+    state["damping"] = damping
+    clear(state, "inverse")
+    write(state, "factor", fresh.roots)
+    if group["solver"] == "sketched":
+        state["sketch_seed"] = seed
+        cores = [solve.sketched_core(root, damping, _sketch(group, root, seed)) for root in fresh.roots]
+    else:
+        cores = [solve.woodbury_core(root, damping) for root in fresh.roots]
+    write(state, "core", cores)
+
+
+def _sketch(group: Group, root: Tensor, seed: int) -> Sketch:
+    """Omega of the least-squares problem, for a block of p rows; by default twice as many rows as unknowns."""
+    p, r = root.shape[-2:]
+    spec = SketchSpec.parse(group["sketch"]) or SketchSpec(min(p, 2 * r), "uniform", replacement=False)
+    if spec.kind == "uniform" and not spec.replacement:
+        spec = SketchSpec(min(spec.size, p), spec.kind, False)
+    return Sketch(spec, p, seed)
+
+
+def _turn_basis(state: State, matrices: list[Tensor]) -> None:
+    """The new eigenbasis; the moments are carried over by P = Q_new^T Q_old, the second by P * P."""
+    pairs = [solve.eigenbasis(m) for m in matrices]
+    old = read(state, "basis")
+    new = [q for _, q in pairs]
+    if old is not None and [o.shape for o in old] == [q.shape for q in new]:
+        change = [q.mT @ o for q, o in zip(new, old, strict=True)]
+        for key, turns in (("exp_avg", change), ("exp_avg_sq", [p.square() for p in change])):
+            moments = read(state, key)
+            if moments is not None:
+                write(state, key, [p @ m for p, m in zip(turns, moments, strict=True)])
+    else:
+        clear(state, "exp_avg", "exp_avg_sq")
+    write(state, "basis", new)
+    write(state, "spectrum", [w for w, _ in pairs])
+
+
+def apply(state: State, stacks: list[Tensor], group: Group) -> list[Tensor]:
+    """(lambda I + L)^-1 G for the stacks [blocks, p, D] of a gradient."""
+    inverse = read(state, "inverse")
+    if inverse is not None:
+        return [i @ g for i, g in zip(inverse, stacks, strict=True)]
+    factors, cores = read(state, "factor"), read(state, "core")
+    assert factors is not None and cores is not None
+    damping = state["damping"]
+    if group["solver"] != "sketched":
+        return [solve.woodbury_apply(u, c, damping, g) for u, c, g in zip(factors, cores, stacks, strict=True)]
+    seed = int(state["sketch_seed"])
+    return [
+        solve.sketched_apply(u, c, damping, g, _sketch(group, u, seed))
+        for u, c, g in zip(factors, cores, stacks, strict=True)
+    ]
+
+
+def apply_adaptive(state: State, stacks: list[Tensor], group: Group, sparse: bool) -> list[Tensor]:
+    """Adam in the eigenbasis: the gradient turned into it, two moments kept there, the step turned back.
+
+    A sparse gradient's rows come and go, so nothing is kept for them: no first moment, and one second moment for each
+    direction of the basis, the mean over the rows touched.
+    """
+    basis = read(state, "basis")
+    assert basis is not None
+    beta1, beta2, eps = group["momentum"], group["beta2"], group["eps"]
+    turned = [q.mT @ g for q, g in zip(basis, stacks, strict=True)]
+    squares = [t.square().mean(-1, keepdim=True) if sparse else t.square() for t in turned]
+    first, second = read(state, "exp_avg"), read(state, "exp_avg_sq")
+    if second is None or [s.shape for s in second] != [s.shape for s in squares]:
+        second = [torch.zeros_like(s) for s in squares]
+        first = None if sparse else [torch.zeros_like(t) for t in turned]
+        state["adam_step"] = 0
+    step = state["adam_step"] = int(state["adam_step"]) + 1
+    torch._foreach_mul_(second, beta2)
+    torch._foreach_add_(second, squares, alpha=1 - beta2)
+    write(state, "exp_avg_sq", second)
+    if first is not None:
+        torch._foreach_mul_(first, beta1)
+        torch._foreach_add_(first, turned, alpha=1 - beta1)
+        write(state, "exp_avg", first)
+        ahead = torch._foreach_mul(first, beta1) if group["nesterov"] else first
+        if group["nesterov"]:
+            torch._foreach_add_(ahead, turned, alpha=1 - beta1)
+        turned = [m / (1 - beta1**step) for m in ahead]
+    correction = 1 - beta2**step
+    steps = [m / ((v / correction).sqrt() + eps) for m, v in zip(turned, second, strict=True)]
+    return [q @ s for q, s in zip(basis, steps, strict=True)]
+
+
+def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: Fresh | None) -> Tensor:
+    """L or R, [groups, d, d]: as it was gathered, or recovered from what the steps keep."""
+    cut = matrix.cut(matrix.side(group["side"]), group["block_size"])
+    for stacks in (read(state, "curvature"), held.dense() if held is not None else None):
+        if stacks is not None:
+            return cut.dense(stacks)
+    factor, inverse, basis = read(state, "factor"), read(state, "inverse"), read(state, "basis")
+    if factor is not None:
+        return cut.dense([u @ u.mT for u in factor])
+    if inverse is not None:
+        # Rounding in the inverse comes back multiplied by its condition number: work in float64.
+        damping = state["damping"].double()
+        stacks = [solve.damped(torch.linalg.inv(i.double()), -damping).to(i.dtype) for i in inverse]
+        return cut.dense(stacks)
+    spectrum = read(state, "spectrum")
+    if basis is None or spectrum is None:
+        raise RuntimeError(f"{matrix.name!r} has no curvature yet: it is gathered by the first step")
+    return cut.dense([(q * w[:, None, :]) @ q.mT for q, w in zip(basis, spectrum, strict=True)])
+
+
+def read(state: State, key: str) -> list[Tensor] | None:
+    """The one or two stacks under a key."""
+    if key not in state:
+        return None
+    return [state[key], state[key + "_tail"]] if key + "_tail" in state else [state[key]]
+
+
+def write(state: State, key: str, stacks: Sequence[Tensor]) -> None:
+    state[key] = stacks[0]
+    if len(stacks) > 1:
+        state[key + "_tail"] = stacks[1]
+    else:
+        state.pop(key + "_tail", None)
+
+
+def clear(state: State, *keys: str) -> None:
+    for key in keys:
+        state.pop(key, None)
+        state.pop(key + "_tail", None)

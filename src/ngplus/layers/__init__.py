@@ -1,0 +1,35 @@
+"""The layers room: a rule for each layer type, in a registry that users can extend."""
+
+from ngplus.layers.attention import MultiheadAttentionRule
+from ngplus.layers.conv import ConvRule, ConvTransposeRule
+from ngplus.layers.embedding import EmbeddingBagRule, EmbeddingRule
+from ngplus.layers.linear import LinearRule, TransposedLinearRule, linear_factors
+from ngplus.layers.matrix import Layout, MatrixSpec
+from ngplus.layers.norm import BatchNormRule, GroupNormRule, InstanceNormRule, LayerNormRule, NormRule, RMSNormRule
+from ngplus.layers.rule import Batch, LayerRule, Watcher, register_layer, rule_for
+from ngplus.layers.unknown import UnknownModuleRule
+
+__all__ = [
+    "Batch",
+    "BatchNormRule",
+    "ConvRule",
+    "ConvTransposeRule",
+    "EmbeddingBagRule",
+    "EmbeddingRule",
+    "GroupNormRule",
+    "InstanceNormRule",
+    "LayerNormRule",
+    "LayerRule",
+    "Layout",
+    "LinearRule",
+    "MatrixSpec",
+    "MultiheadAttentionRule",
+    "NormRule",
+    "RMSNormRule",
+    "TransposedLinearRule",
+    "UnknownModuleRule",
+    "Watcher",
+    "linear_factors",
+    "register_layer",
+    "rule_for",
+]

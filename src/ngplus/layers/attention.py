@@ -1,0 +1,151 @@
+"""nn.MultiheadAttention, which packs its projections and never calls its own ``out_proj``.
+
+Torch's attention is one function that takes the projection weights as arguments, so no hook can see the projected
+queries, keys and values. On a refresh step the rule makes the projections itself, in plain sight, and hands the results
+to torch's function with the identity as projection: masks, dropout, heads and weights stay torch's own work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ngplus.fisher import Factors, Outer
+from ngplus.layers.linear import linear_factors
+from ngplus.layers.matrix import MatrixSpec
+from ngplus.layers.rule import Batch, LayerRule, Watcher, register_layer
+
+_Build = Callable[[tuple[Tensor | None, ...], Tensor, tuple[bool, ...], Batch], Factors]
+
+
+@register_layer(nn.MultiheadAttention)
+class MultiheadAttentionRule(LayerRule):
+    """Packed: [in_proj_weight in_proj_bias] is (3 E, E + 1). Separate: (E, E), (E, kdim), (E, vdim), and the packed bias
+    is a vector. [out_proj.weight out_proj.bias] is (E, E + 1). ``bias_k`` and ``bias_v`` get mini-batch curvature."""
+
+    claims_children = True
+
+    def matrices(self, module: nn.Module) -> list[MatrixSpec]:
+        assert isinstance(module, nn.MultiheadAttention)
+        out = MatrixSpec(("out_proj.weight", "out_proj.bias"))
+        if module._qkv_same_embed_dim:
+            return [out, MatrixSpec(("in_proj_weight", "in_proj_bias"))]
+        separate = [MatrixSpec((f"{name}_proj_weight",), ("rows",)) for name in "qkv"]
+        bias = [] if module.in_proj_bias is None else [MatrixSpec(("in_proj_bias",), ("column",))]
+        return [out, *separate, *bias]
+
+    def watch(self, module: nn.Module, watcher: Watcher) -> list[Any]:
+        assert isinstance(module, nn.MultiheadAttention)
+        under_way: list[bool] = []  # one entry for each call of this module whose projections were made here
+
+        def before(module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            under_way.append(False)
+            if not any(watcher.recording(i) for i in range(len(self.matrices(module)))):
+                return None
+            named = dict(zip(("query", "key", "value"), args[:3], strict=False))
+            query, key, value = (named.get(n, kwargs.get(n)) for n in ("query", "key", "value"))
+            if not all(isinstance(x, Tensor) and not x.is_nested for x in (query, key, value)):
+                return None
+            q, k, v = _project(module, query, key, value, watcher)
+            _hide_projections(module, query)
+            under_way[-1] = True
+            rest = {n: x for n, x in kwargs.items() if n not in ("query", "key", "value")}
+            return (q, k, v, *args[3:]), rest
+
+        def after(module: nn.MultiheadAttention, args: tuple[Any, ...], output: Any) -> Any:
+            if not under_way or not under_way.pop():
+                return None
+            _show_projections(module)
+            if output is None:  # the call raised; hooks run all the same, so that nothing stays hidden
+                return None
+            attended, *rest = output
+            out = F.linear(attended, module.out_proj.weight, module.out_proj.bias)
+            watcher.record(0, out, (attended,), _build_linear(module))
+            return (out, *rest)
+
+        return [
+            module.register_forward_pre_hook(watcher.hook(before), with_kwargs=True),
+            module.register_forward_hook(watcher.hook(after), always_call=True),
+        ]
+
+
+def _batch(module: nn.MultiheadAttention, x: Tensor, batch: Batch) -> Batch:
+    if x.dim() == 2 or batch.dim is None:
+        return Batch(None)
+    return Batch(0 if module.batch_first else 1, batch.size if module.batch_first else None)
+
+
+def _build_linear(module: nn.MultiheadAttention) -> _Build:
+    def build(inputs: tuple[Tensor | None, ...], grad: Tensor, active: tuple[bool, ...], batch: Batch) -> Factors:
+        (x,) = inputs
+        assert x is not None
+        return linear_factors(x, grad, active, _batch(module, x, batch))
+
+    return build
+
+
+def _build_rows(module: nn.MultiheadAttention, start: int, total: int, vector: bool = False) -> _Build:
+    """A use of some rows only: the left factor is zero in the others."""
+
+    def build(inputs: tuple[Tensor | None, ...], grad: Tensor, active: tuple[bool, ...], batch: Batch) -> Factors:
+        (x,) = inputs
+        assert x is not None
+        part = linear_factors(x, grad, (False, True) if vector else active, _batch(module, x, batch))
+        assert isinstance(part.left, Tensor)
+        left = F.pad(part.left, (start, total - start - part.rows))
+        return Outer(left, part.right, ones=part.ones)
+
+    return build
+
+
+def _project(
+    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, watcher: Watcher
+) -> tuple[Tensor, ...]:
+    size, bias = module.embed_dim, module.in_proj_bias
+    if not module._qkv_same_embed_dim:
+        outs = []
+        for i, x in enumerate((query, key, value)):
+            weight = getattr(module, f"{'qkv'[i]}_proj_weight")
+            out = F.linear(x, weight, None if bias is None else bias[i * size : (i + 1) * size])
+            watcher.record(1 + i, out, (x,), _build_linear(module))
+            if bias is not None:
+                watcher.record(4, out, (x,), _build_rows(module, i * size, 3 * size, vector=True))
+            outs.append(out)
+        return tuple(outs)
+    # One product for all rows that see the same input: all three, or keys and values.
+    if key is not value:
+        spans = [(query, 0, 1), (key, 1, 2), (value, 2, 3)]
+    else:
+        spans = [(query, 0, 3)] if query is key else [(query, 0, 1), (key, 1, 3)]
+    outs = []
+    for x, first, last in spans:
+        rows = slice(first * size, last * size)
+        out = F.linear(x, module.in_proj_weight[rows], None if bias is None else bias[rows])
+        watcher.record(1, out, (x,), _build_rows(module, first * size, 3 * size))
+        outs += out.chunk(last - first, dim=-1)
+    return tuple(outs)
+
+
+_SHADOWED = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+def _hide_projections(module: nn.MultiheadAttention, like: Tensor) -> None:
+    """Attributes of the instance come before registered parameters, which stay untouched."""
+    eye = torch.eye(module.embed_dim, dtype=module.out_proj.weight.dtype, device=like.device)
+    if module._qkv_same_embed_dim:
+        module.__dict__["in_proj_weight"] = eye.repeat(3, 1)
+    else:
+        module.__dict__.update(q_proj_weight=eye, k_proj_weight=eye, v_proj_weight=eye)
+    module.__dict__["in_proj_bias"] = None
+    module.out_proj.__dict__.update(weight=eye, bias=None)
+
+
+def _show_projections(module: nn.MultiheadAttention) -> None:
+    for name in _SHADOWED:
+        module.__dict__.pop(name, None)
+    module.out_proj.__dict__.pop("weight", None)
+    module.out_proj.__dict__.pop("bias", None)

@@ -1,0 +1,107 @@
+"""Embedding and EmbeddingBag: the matrix is (rows, dim), its left factor a choice of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ngplus.fisher import Bags, Factors, Lookup
+from ngplus.layers.matrix import MatrixSpec
+from ngplus.layers.rule import Batch, LayerRule, register_layer
+
+
+@register_layer(nn.Embedding)
+class EmbeddingRule(LayerRule):
+    """``padding_idx``, ``scale_grad_by_freq`` and ``sparse`` as in torch.
+
+    Positions that are looked up once for the whole batch, with an index of shape [1, length], get the batch dimension
+    that they lack: the output is expanded (not copied) on a refresh step, so that its gradient arrives sample by sample.
+    An index whose first dimension is neither 1 nor the batch has no samples of its own; its gradient counts as one.
+    """
+
+    def matrices(self, module: nn.Module) -> list[MatrixSpec]:
+        return [MatrixSpec(("weight",), ("rows",))]
+
+    def adapt(self, module: nn.Module, inputs: tuple[Tensor | None, ...], output: Any, batch: Batch) -> Any:
+        (index,) = inputs
+        assert index is not None
+        shared = batch.dim == 0 and index.dim() > 1 and len(index) == 1 and (batch.size or 0) > 1
+        return output.expand(batch.size, *output.shape[1:]) if shared else output
+
+    def factors(
+        self,
+        module: nn.Module,
+        inputs: tuple[Tensor | None, ...],
+        grad: Tensor,
+        active: tuple[bool, ...],
+        batch: Batch,
+    ) -> Factors:
+        assert isinstance(module, nn.Embedding)
+        (index,) = inputs
+        assert index is not None
+        weight = _entry_weights(module, index, grad.dtype)
+        if weight is not None:
+            grad = grad * weight[..., None]
+        index = index.expand(grad.shape[:-1]).long()
+        if index.dim() == 0 or (batch.dim == 0 and batch.size and len(index) != batch.size):
+            batch = Batch(None)
+        return Lookup(batch.fold(index, 0), batch.fold(grad), module.num_embeddings)
+
+
+def _entry_weights(module: nn.Embedding | nn.EmbeddingBag, index: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """What torch multiplies each entry's gradient by: 0 for padding, 1 / frequency where the user asks for it."""
+    weight = None if module.padding_idx is None else (index != module.padding_idx).to(dtype)
+    if module.scale_grad_by_freq:
+        _, place, counts = torch.unique(index, return_inverse=True, return_counts=True)
+        frequency = counts[place].to(dtype)
+        weight = frequency.reciprocal() if weight is None else weight / frequency
+    return weight
+
+
+@register_layer(nn.EmbeddingBag)
+class EmbeddingBagRule(LayerRule):
+    """Modes sum and mean, bags as rows or by offsets, ``per_sample_weights``, ``padding_idx``, sparse gradients.
+
+    The mode max has no factors; it is refused here, and capture falls back to mini-batch curvature.
+    """
+
+    def matrices(self, module: nn.Module) -> list[MatrixSpec]:
+        assert isinstance(module, nn.EmbeddingBag)
+        return [] if module.mode == "max" else [MatrixSpec(("weight",), ("rows",))]
+
+    def inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor | None, ...]:
+        names = ("input", "offsets", "per_sample_weights")
+        given = dict(zip(names, args, strict=False)) | dict(kwargs)
+        return tuple(given.get(name) for name in names)
+
+    def factors(
+        self,
+        module: nn.Module,
+        inputs: tuple[Tensor | None, ...],
+        grad: Tensor,
+        active: tuple[bool, ...],
+        batch: Batch,
+    ) -> Factors:
+        assert isinstance(module, nn.EmbeddingBag)
+        index, offsets, weights = inputs
+        assert index is not None
+        bags = len(grad)
+        if offsets is None:
+            bag = torch.arange(bags, device=index.device)[:, None].expand_as(index).flatten()
+        else:
+            starts = offsets[:-1] if module.include_last_offset else offsets
+            entries = torch.arange(index.numel(), device=index.device)
+            bag = torch.searchsorted(starts.long().contiguous(), entries, right=True) - 1
+        index = index.flatten().long()
+        given = _entry_weights(module, index, grad.dtype)
+        weight = torch.ones_like(index, dtype=grad.dtype) if given is None else given
+        if module.mode == "mean":
+            entry = torch.ones_like(weight) if module.padding_idx is None else (index != module.padding_idx).to(weight)
+            count = weight.new_zeros(bags).index_add_(0, bag, entry)
+            weight = weight / count.clamp_min(1)[bag]
+        if weights is not None:
+            weight = weight * weights.detach().flatten()
+        return Bags(index, bag, weight, grad, module.num_embeddings)

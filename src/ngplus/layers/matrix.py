@@ -1,0 +1,80 @@
+"""How parameters form one matrix: the paper's W (m x n), with the bias as a column.
+
+A matrix is made of parts, each a parameter, that stand side by side as columns. A grouped convolution is a stack of
+``groups`` matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+# rows:    the first dimension is m, the others together are columns (Linear, Conv, Embedding)
+# turned:  the second dimension is m (ConvTranspose, the Conv1D of Hugging Face); inputs and kernel are columns
+# column:  all entries are one column of m rows (bias, scale, shift, a lone vector)
+KINDS = ("rows", "turned", "column")
+
+
+@dataclass(frozen=True)
+class MatrixSpec:
+    """One matrix of a module: the names of its parameters, relative to the module, and how each lies in it."""
+
+    names: tuple[str, ...]
+    kinds: tuple[str, ...] = ("rows", "column")
+    groups: int = 1
+
+
+class Layout:
+    """Takes the tensors of a matrix's parameters, or of their gradients, to [groups, m, n] and back."""
+
+    def __init__(self, shapes: Sequence[torch.Size], kinds: Sequence[str], groups: int = 1) -> None:
+        self.shapes, self.kinds, self.groups = tuple(shapes), tuple(kinds), groups
+        sizes = [_rows_and_cols(shape, kind, groups) for shape, kind in zip(shapes, kinds, strict=True)]
+        if len({rows for rows, _ in sizes}) != 1:
+            raise ValueError(f"Parameters of shapes {[tuple(s) for s in shapes]} do not form one matrix")
+        self.rows = sizes[0][0]
+        self.widths = [cols for _, cols in sizes]
+        self.cols = sum(self.widths)
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        """[groups, m, n]; a view where there is one part that is not turned."""
+        parts = [_to_matrix(t, kind, self.groups) for t, kind in zip(tensors, self.kinds, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def split(self, matrix: Tensor) -> list[Tensor]:
+        """The way back: tensors of the parameters' shapes."""
+        pieces = matrix.split(self.widths, dim=-1)
+        return [
+            _from_matrix(piece, shape, kind) for piece, shape, kind in zip(pieces, self.shapes, self.kinds, strict=True)
+        ]
+
+    def columns(self, part: int) -> range:
+        start = sum(self.widths[:part])
+        return range(start, start + self.widths[part])
+
+
+def _rows_and_cols(shape: torch.Size, kind: str, groups: int) -> tuple[int, int]:
+    if kind == "column":
+        return prod(shape) // groups, 1
+    if kind == "turned":
+        return shape[1], shape[0] // groups * prod(shape[2:])
+    return shape[0] // groups, prod(shape[1:])
+
+
+def _to_matrix(tensor: Tensor, kind: str, groups: int) -> Tensor:
+    rows, cols = _rows_and_cols(tensor.shape, kind, groups)
+    if kind != "turned":
+        return tensor.reshape(groups, rows, cols)
+    inputs = tensor.shape[0] // groups
+    return tensor.reshape(groups, inputs, rows, -1).transpose(1, 2).reshape(groups, rows, cols)
+
+
+def _from_matrix(matrix: Tensor, shape: torch.Size, kind: str) -> Tensor:
+    if kind != "turned":
+        return matrix.reshape(shape)
+    groups, rows, _ = matrix.shape
+    return matrix.reshape(groups, rows, shape[0] // groups, -1).transpose(1, 2).reshape(shape)

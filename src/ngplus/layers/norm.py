@@ -1,0 +1,112 @@
+"""Norm layers: scale and shift are a matrix of two columns, (features, 2)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from ngplus.fisher import Factors, Rows
+from ngplus.layers.matrix import MatrixSpec
+from ngplus.layers.rule import Batch, LayerRule, register_layer
+
+
+class NormRule(LayerRule):
+    """y = scale * normalized + shift: G_i = [sum_p g_ip * normalized_ip, sum_p g_ip]."""
+
+    def matrices(self, module: nn.Module) -> list[MatrixSpec]:
+        return [MatrixSpec(("weight", "bias"), ("column", "column"))]
+
+    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
+        """The input as the layer normalizes it, before scale and shift."""
+        raise NotImplementedError
+
+    def by_feature(self, module: nn.Module, x: Tensor, batch: Batch) -> Tensor:
+        """[samples, positions, features]."""
+        raise NotImplementedError
+
+    def factors(
+        self,
+        module: nn.Module,
+        inputs: tuple[Tensor | None, ...],
+        grad: Tensor,
+        active: tuple[bool, ...],
+        batch: Batch,
+    ) -> Factors:
+        (x,) = inputs
+        assert x is not None
+        columns = []
+        if active[0]:
+            columns.append(self.by_feature(module, grad * self.normalized(module, x).to(grad.dtype), batch).sum(1))
+        if len(active) > 1 and active[1]:
+            columns.append(self.by_feature(module, grad, batch).sum(1))
+        return Rows(torch.stack(columns, dim=-1)[None])
+
+
+@register_layer(nn.LayerNorm)
+class LayerNormRule(NormRule):
+    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
+        assert isinstance(module, nn.LayerNorm)
+        return F.layer_norm(x, module.normalized_shape, eps=module.eps)
+
+    def by_feature(self, module: nn.Module, x: Tensor, batch: Batch) -> Tensor:
+        assert isinstance(module, nn.LayerNorm | nn.RMSNorm)
+        return batch.fold(x.flatten(x.dim() - len(module.normalized_shape)))
+
+
+@register_layer(nn.RMSNorm)
+class RMSNormRule(LayerNormRule):
+    def matrices(self, module: nn.Module) -> list[MatrixSpec]:
+        return [MatrixSpec(("weight",), ("column",))]
+
+    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
+        assert isinstance(module, nn.RMSNorm)
+        return F.rms_norm(x, list(module.normalized_shape), eps=module.eps)
+
+
+class _ChannelNormRule(NormRule):
+    """Norm layers whose features are the channels, dimension 1 of a batch whose samples are dimension 0."""
+
+    def by_feature(self, module: nn.Module, x: Tensor, batch: Batch) -> Tensor:
+        batch = Batch(None if batch.dim is None else 0, batch.size)
+        return batch.fold(x.movedim(1, -1))
+
+
+@register_layer(nn.GroupNorm)
+class GroupNormRule(_ChannelNormRule):
+    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
+        assert isinstance(module, nn.GroupNorm)
+        return F.group_norm(x, module.num_groups, eps=module.eps)
+
+
+@register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+class BatchNormRule(_ChannelNormRule):
+    """Each sample's share of the gradient; the statistics tie the samples together, as they do in the loss."""
+
+    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
+        assert isinstance(module, _BatchNorm)
+        if module.training or module.running_mean is None:
+            return F.batch_norm(x, None, None, training=True, eps=module.eps)
+        return F.batch_norm(x, module.running_mean, module.running_var, training=False, eps=module.eps)
+
+
+@register_layer(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+class InstanceNormRule(_ChannelNormRule):
+    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
+        assert isinstance(module, _InstanceNorm)
+        if module.training or module.running_mean is None:
+            if x.dim() == module._get_no_batch_dim():
+                return F.instance_norm(x[None], eps=module.eps)[0]
+            return F.instance_norm(x, eps=module.eps)
+        shape = (-1, *[1] * (x.dim() - 2)) if x.dim() > module._get_no_batch_dim() else (-1, *[1] * (x.dim() - 1))
+        assert module.running_var is not None
+        scale = (module.running_var + module.eps).rsqrt().view(shape)
+        return (x - module.running_mean.view(shape)) * scale
+
+    def by_feature(self, module: nn.Module, x: Tensor, batch: Batch) -> Tensor:
+        assert isinstance(module, _InstanceNorm)
+        if x.dim() == module._get_no_batch_dim():
+            x = x[None]
+        return super().by_feature(module, x, batch)

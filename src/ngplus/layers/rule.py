@@ -1,0 +1,145 @@
+"""What a layer rule is, and the registry that finds the rule of a module.
+
+A rule answers two questions about a type of layer: which matrices do its parameters form, and how do its inputs and the
+gradient of its output become the factors of per-sample gradients. Everything after that knows no layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ngplus.fisher import Factors
+from ngplus.layers.matrix import MatrixSpec
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Where a layer's samples are: the dimension ``dim`` (None: the layer has no batch dimension), ``size`` the number
+    of samples that the model was called with, where that is known."""
+
+    dim: int | None = 0
+    size: int | None = None
+
+    def count(self, length: int) -> int:
+        """Samples in a dimension of this length.
+
+        A layer that sees k rows for each sample, in sample-major order as after ``flatten(0, 1)``, has them folded
+        into positions. With any other length each row counts as a sample of its own.
+        """
+        if self.dim == 0 and self.size and length % self.size == 0:
+            return self.size
+        return length
+
+    def fold(self, x: Tensor, features: int = 1) -> Tensor:
+        """Any tensor with ``features`` trailing feature dimensions to [samples, positions, *features]."""
+        tail = x.shape[x.dim() - features :]
+        if self.dim is None or x.dim() == features:
+            return x.reshape(1, -1, *tail)
+        if self.dim:
+            x = x.movedim(self.dim, 0)
+        return x.reshape(self.count(len(x)), -1, *tail)
+
+
+class LayerRule:
+    """The base of all rules. A rule for a layer with one matrix overrides ``matrices`` and ``factors``."""
+
+    #: Layers with the same samples and gradients need no rule of their own to be watched: one forward hook does.
+    claims_children = False
+
+    def matrices(self, module: nn.Module) -> list[MatrixSpec]:
+        """The matrices that the module's parameters form; parameters that are None are left out by the caller."""
+        raise NotImplementedError
+
+    def inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor | None, ...]:
+        """The tensors that ``factors`` will need, of those that the module was called with."""
+        return (args[0] if args else next(iter(kwargs.values())),)
+
+    def adapt(self, module: nn.Module, inputs: tuple[Tensor | None, ...], output: Any, batch: Batch) -> Any:
+        """May replace the module's output on a refresh step, to give it a batch dimension; as a rule it does not."""
+        return output
+
+    def factors(
+        self,
+        module: nn.Module,
+        inputs: tuple[Tensor | None, ...],
+        grad: Tensor,
+        active: tuple[bool, ...],
+        batch: Batch,
+    ) -> Factors:
+        """The factors of G_i from the saved inputs and the gradient of the output.
+
+        ``active`` says for each name of the matrix's spec whether that parameter takes part.
+        """
+        raise NotImplementedError
+
+    def watch(self, module: nn.Module, watcher: Watcher) -> list[Any]:
+        """Registers the hooks that hand inputs and output gradients over; returns their handles."""
+        return [module.register_forward_hook(watcher.forward_hook(0), with_kwargs=True)]
+
+
+class Watcher:
+    """What capture gives to a rule: whether to record now, and where to put it. See :mod:`ngplus.capture`."""
+
+    def forward_hook(self, matrix: int) -> Callable[..., Any]:
+        raise NotImplementedError
+
+    def hook(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook that does nothing in a copy of the module."""
+        raise NotImplementedError
+
+    def recording(self, matrix: int) -> bool:
+        raise NotImplementedError
+
+    def record(
+        self,
+        matrix: int,
+        output: Tensor,
+        inputs: tuple[Tensor | None, ...],
+        build: Callable[[tuple[Tensor | None, ...], Tensor, tuple[bool, ...], Batch], Factors],
+    ) -> None:
+        raise NotImplementedError
+
+
+_RULES: dict[type[nn.Module] | str, LayerRule] = {}
+
+R = TypeVar("R", bound=type[LayerRule])
+
+
+def register_layer(*types: type[nn.Module] | str) -> Callable[[R], R]:
+    """Registers a :class:`LayerRule` for module types, given as classes or, for optional libraries, by dotted name.
+
+    A rule serves subclasses, too, and the nearest class wins. Registering again replaces the rule::
+
+        @ngplus.register_layer(MyLinear)
+        class MyLinearRule(ngplus.layers.LinearRule):
+            ...
+    """
+
+    def register(rule: R) -> R:
+        instance = rule()
+        for kind in types:
+            _RULES[kind] = instance
+        return rule
+
+    return register
+
+
+def rule_for(module: nn.Module) -> LayerRule | None:
+    """The rule of the nearest registered class that the module is an instance of."""
+    for cls in type(module).__mro__:
+        if cls in _RULES:
+            return _RULES[cls]
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        if name in _RULES:
+            return _RULES[name]
+    return None
+
+
+def no_mixed_precision(device: torch.device) -> torch.autocast:
+    """Curvature is worked out in the precision of its tensors, whatever the forward pass is cast to."""
+    return torch.autocast(device_type=device.type, enabled=False)

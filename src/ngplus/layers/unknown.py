@@ -1,0 +1,104 @@
+"""Modules that no rule knows: per-sample gradients by torch.func, where vmap can follow the module's forward.
+
+It applies to a module with parameters of its own and no children that have any: calling it again on one sample at a time
+costs about as much as the module itself. Parameters of a larger module, such as a class token, get mini-batch curvature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.utils import _pytree as pytree
+
+from ngplus.fisher import Factors, Rows
+from ngplus.layers.matrix import Layout, MatrixSpec
+from ngplus.layers.rule import Batch, LayerRule, Watcher
+
+
+class UnknownModuleRule(LayerRule):
+    """A ``weight...`` joins the ``bias...`` of the same name; every other parameter is a matrix of its own."""
+
+    def matrices(self, module: nn.Module) -> list[MatrixSpec]:
+        shapes = {name: p.shape for name, p in module._parameters.items() if p is not None}
+        specs, taken = [], set()
+        for name, shape in shapes.items():
+            partner = name.replace("weight", "bias")
+            if len(shape) < 2 or partner == name or shapes.get(partner) != shape[:1]:
+                continue
+            specs.append(MatrixSpec((name, partner)))
+            taken |= {name, partner}
+        for name, shape in shapes.items():
+            if name not in taken:
+                specs.append(MatrixSpec((name,), ("rows" if len(shape) > 1 else "column",)))
+        return specs
+
+    def watch(self, module: nn.Module, watcher: Watcher) -> list[Any]:
+        specs = self.matrices(module)
+
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+            leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
+            tensors = tuple(x.detach() if isinstance(x, Tensor) else None for x in leaves)
+            first = output if isinstance(output, Tensor) else output[0] if isinstance(output, tuple) else None
+            if not isinstance(first, Tensor):
+                return
+            for i, spec in enumerate(specs):
+                if watcher.recording(i):
+                    watcher.record(i, first, tensors, _Build(module, spec, leaves, tree))
+
+        return [module.register_forward_hook(watcher.hook(after), with_kwargs=True)]
+
+
+class _Build:
+    """G_i = d <f(W; x_i), g_i> / dW for each sample i, by vmap over the module's forward."""
+
+    def __init__(self, module: nn.Module, spec: MatrixSpec, leaves: list[Any], tree: pytree.TreeSpec) -> None:
+        self.module, self.spec, self.tree = module, spec, tree
+        self.constants = [None if isinstance(x, Tensor) else x for x in leaves]
+
+    def __call__(
+        self, inputs: tuple[Tensor | None, ...], gradient: Tensor, active: tuple[bool, ...], batch: Batch
+    ) -> Factors:
+        dim = batch.dim
+        if dim == 0 and isinstance(self.module, nn.RNNBase) and not self.module.batch_first:
+            dim = 1
+        names = [name for name, on in zip(self.spec.names, active, strict=True) if on]
+        kinds = [kind for kind, on in zip(self.spec.kinds, active, strict=True) if on]
+        state = {name: p.detach() for name, p in (*self.module.named_parameters(), *self.module.named_buffers())}
+        fixed = {name: p for name, p in state.items() if name not in names}
+        varied = {name: state[name] for name in names}
+        batched = dim is not None
+        if dim is None:
+            inputs, gradient, dim = tuple(None if x is None else x[None] for x in inputs), gradient[None], 0
+
+        def one(x: Tensor) -> Tensor:
+            """A sample as the module wants it: a batch of one, unless it has no batch dimension."""
+            return x.unsqueeze(dim) if batched else x
+
+        count = gradient.shape[dim]
+        along = [None if x is None or x.dim() <= dim or x.shape[dim] != count else dim for x in inputs]
+
+        if all(axis is None for axis in along):
+            raise ValueError(f"no input of {type(self.module).__name__} shares the batch dimension of its output")
+        missing = [x is None for x in inputs]
+
+        def inner(params: dict[str, Tensor], tensors: list[Tensor], g: Tensor) -> Tensor:
+            leaves = [
+                constant if absent else x if axis is None else one(x)
+                for constant, absent, x, axis in zip(self.constants, missing, tensors, along, strict=True)
+            ]
+            args, kwargs = pytree.tree_unflatten(leaves, self.tree)
+            output = functional_call(self.module, {**fixed, **params}, args, kwargs)
+            output = output if isinstance(output, Tensor) else output[0]
+            return (output * one(g)).sum()
+
+        tensors = [torch.zeros(()) if x is None else x for x in inputs]
+        with torch.enable_grad():
+            per_row = vmap(grad(inner), in_dims=(None, along, dim))(varied, tensors, gradient)
+        layout = Layout([varied[name].shape for name in names], kinds)
+        values = torch.stack([layout.join([per_row[n][i] for n in names])[0] for i in range(count)])
+        samples = batch.count(count)
+        return Rows(values.unflatten(0, (samples, -1)).sum(1)[None])

@@ -1,0 +1,185 @@
+"""The matrices of a model: which parameters form each, and which uses in the model's modules belong to it.
+
+``collect`` walks the modules once. A tied weight is one matrix with several uses; a bias joins its weight; what no rule
+knows falls back to vmap or to mini-batch curvature, and is listed as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ngplus.blocks import Cut
+from ngplus.fisher import Factors
+from ngplus.layers import LayerRule, Layout, MatrixSpec, UnknownModuleRule, rule_for
+
+# Where a matrix's curvature comes from: the captured factors of a rule, vmap, or the mini-batch gradient in .grad.
+SOURCES = ("sample", "vmap", "batch")
+
+
+class ParameterMatrix:
+    """One matrix W (m x n) of the paper: its parameters, how they lie in it, and what capture has gathered for it."""
+
+    def __init__(
+        self, names: list[str], params: list[nn.Parameter], kinds: list[str], groups: int = 1, source: str = "batch"
+    ) -> None:
+        self.names, self.params, self.kinds, self.groups, self.source = names, params, kinds, groups, source
+        self.armed = False
+        self.outstanding = 0
+        self.arrived: list[Factors] = []
+        self.seen: tuple[int, int] | None = None  # samples and positions of the last refresh
+        self.form: str | None = None  # and the form of product that it took
+        self.reason = ""  # why the source is the mini-batch
+        self.update_layout()
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def update_layout(self) -> bool:
+        """Takes in which parameters are trained at present; True where that has changed."""
+        active = tuple(p.requires_grad for p in self.params)
+        if active == getattr(self, "active", None):
+            return False
+        self.active = active
+        chosen = [i for i, on in enumerate(active) if on] or range(len(active))
+        self.parts = list(chosen)
+        self.layout = Layout(
+            [self.params[i].shape for i in self.parts], [self.kinds[i] for i in self.parts], self.groups
+        )
+        return True
+
+    def fall_back(self, reason: str) -> None:
+        """Leaves per-sample curvature for that of the mini-batch gradient."""
+        self.source, self.reason = "batch", reason
+        self.arrived, self.outstanding = [], 0
+
+    @property
+    def active_params(self) -> list[nn.Parameter]:
+        return [self.params[i] for i in self.parts]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Curvature is float32, or float64 for a float64 model."""
+        return torch.float64 if self.params[0].dtype == torch.float64 else torch.float32
+
+    def side(self, wanted: str) -> str:
+        """The paper's rule: left where m <= n, right where m > n."""
+        if wanted != "auto":
+            return wanted
+        return "left" if self.layout.rows <= self.layout.cols else "right"
+
+    def cut(self, side: str, block_size: int | None) -> Cut:
+        return Cut.of(self.groups, self.layout.rows if side == "left" else self.layout.cols, block_size)
+
+
+@dataclass
+class Use:
+    """A module's use of a matrix: for each name of the spec, which of the matrix's parameters it is."""
+
+    module: nn.Module
+    rule: LayerRule
+    spec: int
+    matrix: ParameterMatrix
+    parts: tuple[int | None, ...]
+
+    @property
+    def active(self) -> tuple[bool, ...]:
+        return tuple(part is not None and self.matrix.active[part] for part in self.parts)
+
+    @property
+    def columns(self) -> list[int]:
+        """Where the use's columns lie in the matrix."""
+        layout, parts = self.matrix.layout, self.matrix.parts
+        return [c for part in self.parts if part in parts for c in layout.columns(parts.index(part))]
+
+
+def lone_matrix(name: str, param: nn.Parameter) -> ParameterMatrix:
+    """A parameter of which nothing is known but its shape."""
+    return ParameterMatrix([name], [param], ["rows" if param.dim() > 1 else "column"])
+
+
+def collect(
+    model: nn.Module | None, params: Mapping[nn.Parameter, str]
+) -> tuple[list[ParameterMatrix], list[Use]]:
+    """All parameters as matrices, in the order of ``params``, and the uses that capture has to watch."""
+    matrices: list[ParameterMatrix] = []
+    uses: list[Use] = []
+    of_param: dict[nn.Parameter, tuple[ParameterMatrix, int]] = {}
+    clashes: set[nn.Parameter] = set()
+
+    def bind(module: nn.Module, rule: LayerRule, index: int, spec: MatrixSpec, source: str) -> None:
+        found = [(i, p) for i, name in enumerate(spec.names) if (p := _get(module, name)) is not None and p in params]
+        if not found:
+            return
+        known = [of_param[p][0] for _, p in found if p in of_param]
+        if known:
+            matrix = known[0]
+        else:
+            names, kinds = [params[p] for _, p in found], [spec.kinds[i] for i, _ in found]
+            matrix = ParameterMatrix(names, [p for _, p in found], kinds, spec.groups, source)
+            matrices.append(matrix)
+            of_param.update({p: (matrix, j) for j, (_, p) in enumerate(found)})
+        parts: list[int | None] = [None] * len(spec.names)
+        for i, p in found:
+            if p in of_param and of_param[p][0] is not matrix:
+                clashes.add(p)
+                continue
+            if p not in of_param:
+                matrix.names.append(params[p])
+                matrix.params.append(p)
+                matrix.kinds.append(spec.kinds[i])
+                of_param[p] = (matrix, len(matrix.params) - 1)
+            parts[i] = of_param[p][1]
+            if matrix.kinds[of_param[p][1]] != spec.kinds[i] or matrix.groups != spec.groups:
+                clashes.add(p)
+        matrix.update_layout()
+        uses.append(Use(module, rule, index, matrix, tuple(parts)))
+
+    claimed: set[nn.Module] = set()
+    unknown = UnknownModuleRule()
+    for module in model.modules() if model is not None else ():
+        if module in claimed:
+            continue
+        rule = rule_for(module)
+        if rule is not None:
+            for index, spec in enumerate(rule.matrices(module)):
+                bind(module, rule, index, spec, "sample")
+            if rule.claims_children:
+                claimed.update(module.modules())
+        elif _is_leaf(module):
+            for index, spec in enumerate(unknown.matrices(module)):
+                bind(module, unknown, index, spec, "vmap")
+    for param, name in params.items():
+        if param not in of_param:
+            matrices.append(lone_matrix(name, param))
+            matrices[-1].reason = "no layer rule covers it"
+    # A parameter that lies one way in one module and another way in a second has no one matrix for both.
+    for param in clashes:
+        of_param[param][0].fall_back("its modules use it in layouts that do not agree")
+    uses = [use for use in uses if use.matrix.source != "batch"]
+    order = {param: i for i, param in enumerate(params)}
+    matrices.sort(key=lambda matrix: min(order[p] for p in matrix.params))
+    return matrices, uses
+
+
+def _get(module: nn.Module, name: str) -> nn.Parameter | None:
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    return owner._parameters.get(last)
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    own = any(p is not None for p in module._parameters.values())
+    return own and not any(True for child in module.children() for _ in child.parameters())
+
+
+def named(params: Iterable[tuple[str, nn.Parameter]]) -> dict[nn.Parameter, str]:
+    """Names by parameter, a tied parameter under its first name."""
+    names: dict[nn.Parameter, str] = {}
+    for name, param in params:
+        names.setdefault(param, name)
+    return names

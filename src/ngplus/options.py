@@ -1,0 +1,78 @@
+"""The options of a parameter group: their defaults are in :class:`ngplus.NGPlus`, their checks are here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ngplus.sketch import SketchSpec
+
+CHOICES = {
+    "curvature": ("sample", "momentum", "batch"),
+    "scaling": ("inverse", "adaptive"),
+    "side": ("auto", "left", "right"),
+    "solver": ("auto", "dense", "woodbury", "sketched"),
+    "damping_mode": ("absolute", "relative"),
+    "loss_reduction": ("mean", "sum"),
+    "graft": (None, "sgd", "adam"),
+}
+
+
+def check(options: Mapping[str, Any]) -> None:
+    """Raises ValueError, with the name and the value, for the first option that does not make sense."""
+    lr = options["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    _number("learning rate", lr)
+    _number("momentum", options["momentum"])
+    _number("weight_decay", options["weight_decay"])
+    if options["damping"] != "auto":
+        _number("damping", options["damping"], hint=' (a number of 0 or more, or "auto")')
+    _number("beta", options["beta"], top=1.0)
+    _number("beta2", options["beta2"], top=1.0, open_top=True)
+    _number("eps", options["eps"])
+    if options["gamma"] is not None:
+        _number("gamma", options["gamma"])
+    for name in ("update_every", "block_size"):
+        if name == "block_size" and options[name] is None:
+            continue
+        _whole(name, options[name])
+    samples = options["samples"]
+    if isinstance(samples, float):
+        if not 0.0 < samples <= 1.0:
+            raise ValueError(f"Invalid samples: {samples} (a fraction in (0, 1], or a whole number of samples)")
+    elif samples is not None:
+        _whole("samples", samples)
+    for name, choices in CHOICES.items():
+        if options[name] not in choices:
+            raise ValueError(f"Invalid {name}: {options[name]!r} (one of {', '.join(map(repr, choices))})")
+    SketchSpec.parse(options["sketch"])
+    if options["nesterov"] and not options["momentum"] > 0:
+        raise ValueError("Nesterov momentum requires a momentum")
+    if options["scaling"] == "adaptive" and not options["momentum"] < 1:
+        raise ValueError(f"Invalid momentum: {options['momentum']} (below 1 with scaling='adaptive')")
+    if options["solver"] in ("woodbury", "sketched"):
+        if options["scaling"] != "inverse":
+            raise ValueError(f"solver={options['solver']!r} goes with scaling='inverse': a basis needs the whole matrix")
+        if options["curvature"] != "sample":
+            raise ValueError(
+                f"solver={options['solver']!r} goes with curvature='sample': a moving average is not of low rank"
+            )
+        if options["damping"] == 0:
+            raise ValueError(f"solver={options['solver']!r} divides by the damping, which is 0")
+
+
+def _number(name: str, value: Any, top: float = math.inf, open_top: bool = False, hint: str = "") -> None:
+    if isinstance(value, str) or not isinstance(value, int | float | Tensor) or isinstance(value, bool):
+        raise ValueError(f"Invalid {name}: {value!r}{hint}")
+    number = float(value)
+    if not math.isfinite(number) or number < 0.0 or number > top or (open_top and number == top):
+        raise ValueError(f"Invalid {name}: {value}{hint}")
+
+
+def _whole(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"Invalid {name}: {value!r} (a whole number of 1 or more)")

@@ -1,0 +1,198 @@
+"""The plan: what each parameter gets and what it costs, as a table to read and a list to use.
+
+FLOPs count a multiplication and an addition as two. With d the curved dimension, cut into blocks of p, D the other one
+and r the rank of U:
+
+================ ======================================== =========================================
+                 a step                                   a refresh, beside the products
+================ ======================================== =========================================
+dense            2 d p D                                  d p^2 (Cholesky and inverse)
+woodbury         4 d r D + 2 r^2 D                        2 d r^2 + r^3
+adaptive         4 d p D                                  9 d p^2 (eigendecomposition)
+================ ======================================== =========================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ngplus.curvature import KEPT_WIDE
+from ngplus.fisher import Outer
+from ngplus.matrices import ParameterMatrix
+
+EIGH = 9  # an eigendecomposition is about 9 d^3 FLOPs
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One matrix: its parameters and what is done with them."""
+
+    name: str
+    parameters: tuple[str, ...]
+    shape: tuple[int, int]
+    groups: int
+    source: str
+    side: str
+    solver: str
+    blocks: int
+    form: str
+    state_bytes: int
+    step_flops: int
+    refresh_flops: int
+    note: str
+
+
+@dataclass(frozen=True)
+class Plan(Sequence[PlanRow]):
+    """The rows, in the order of the parameters; ``print(plan)`` shows the table."""
+
+    rows: tuple[PlanRow, ...]
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            for row in self.rows:
+                if index in row.parameters:
+                    return row
+            raise KeyError(index)
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[PlanRow]:
+        return iter(self.rows)
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        return [asdict(row) for row in self.rows]
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(row.state_bytes for row in self.rows)
+
+    @property
+    def step_flops(self) -> int:
+        return sum(row.step_flops for row in self.rows)
+
+    @property
+    def refresh_flops(self) -> int:
+        return sum(row.refresh_flops for row in self.rows)
+
+    def __str__(self) -> str:
+        head = ("parameter", "m x n", "curvature", "side", "solver", "blocks", "form", "state", "step", "refresh")
+        lines = [
+            (
+                row.name + "".join(f" + {name.rpartition('.')[2]}" for name in row.parameters[1:]),
+                (f"{row.groups} x " if row.groups > 1 else "") + f"{row.shape[0]} x {row.shape[1]}",
+                row.source,
+                row.side,
+                row.solver,
+                str(row.blocks),
+                row.form,
+                _amount(row.state_bytes, "B", 1024),
+                _amount(row.step_flops, "FLOP"),
+                _amount(row.refresh_flops, "FLOP"),
+            )
+            for row in self.rows
+        ]
+        total = ("total", "", "", "", "", str(sum(row.blocks for row in self.rows)), "")
+        amounts = (
+            _amount(self.state_bytes, "B", 1024),
+            _amount(self.step_flops, "FLOP"),
+            _amount(self.refresh_flops, "FLOP"),
+        )
+        table = [head, *lines, total + amounts]
+        widths = [max(len(line[i]) for line in table) for i in range(len(head))]
+        text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
+        rule = "-" * max(map(len, text))
+        notes = [f"{row.name}: {row.note}" for row in self.rows if row.note]
+        return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], *notes])
+
+
+def plan_of(
+    entries: Sequence[tuple[ParameterMatrix, dict[str, Any], dict[str, Any]]], batch_size: int | None, positions: int
+) -> Plan:
+    """The plan of matrices with their groups and states."""
+    return Plan(tuple(_row(matrix, group, state, batch_size, positions) for matrix, group, state in entries))
+
+
+def _row(
+    matrix: ParameterMatrix, group: dict[str, Any], state: dict[str, Any], batch_size: int | None, positions: int
+) -> PlanRow:
+    rows, cols = matrix.layout.rows, matrix.layout.cols
+    side = matrix.side(group["side"])
+    d, other = (rows, cols) if side == "left" else (cols, rows)
+    cut = matrix.cut(side, group["block_size"])
+    source = "batch" if group["curvature"] == "batch" else matrix.source
+    samples, kappa = matrix.seen or (batch_size or 0, positions)
+    width = 8 if matrix.params[0].element_size() == 8 else 4
+    rank = samples * min(kappa, other)
+    solver = group["solver"]
+    if group["scaling"] == "adaptive":
+        solver = "eigenbasis"
+    elif solver == "auto":
+        known_rank = "factor" in state or ("inverse" not in state and rank)
+        solver = "woodbury" if known_rank and source != "batch" and 2 * rank < cut.size else "dense"
+        if group["curvature"] != "sample":
+            solver = "dense"
+    stacks = cut.stacks
+    curved = matrix.groups * sum(count * size for _, count, size in stacks)
+    if solver in ("woodbury", "sketched"):
+        step = curved * rank * 4 * other + cut.count * 2 * rank * rank * other
+        refresh = 2 * curved * rank * rank + cut.count * rank**3
+        elements = curved * rank + cut.count * rank * rank
+    elif solver == "eigenbasis":
+        step = 4 * cut.elements * other
+        refresh = EIGH * cut.cubes
+        elements = cut.elements + curved + 2 * matrix.groups * rows * cols
+    else:
+        step, refresh, elements = 2 * cut.elements * other, cut.cubes, cut.elements
+    if group["curvature"] != "sample":
+        elements += cut.elements
+    form = matrix.form or ""
+    if source == "batch":
+        refresh += 2 * cut.elements * other
+        form = "mini-batch"
+    elif samples:
+        stand_in = _costs(matrix, side, samples, kappa, other, cut.size)
+        form = form or min(stand_in, key=lambda name: stand_in[name])
+        refresh += int(2 * samples * matrix.groups * stand_in.get(form, min(stand_in.values())))
+    kept = sum(
+        value.numel() * value.element_size()
+        for key, value in state.items()
+        if isinstance(value, Tensor) and key.removesuffix("_tail") in KEPT_WIDE
+    )
+    return PlanRow(
+        name=matrix.name,
+        parameters=tuple(matrix.names),
+        shape=(rows, cols),
+        groups=matrix.groups,
+        source=source,
+        side=side,
+        solver=solver,
+        blocks=cut.count,
+        form=form,
+        state_bytes=kept or elements * width,
+        step_flops=step,
+        refresh_flops=refresh,
+        note=matrix.reason,
+    )
+
+
+def _costs(matrix: ParameterMatrix, side: str, samples: int, kappa: int, other: int, block: int) -> dict[str, float]:
+    """The cost model of dense factors of that many positions."""
+    rows, cols = matrix.layout.rows, matrix.layout.cols
+    shape = Outer.__new__(Outer)
+    shape.groups, shape.samples, shape.positions, shape.rows, shape.cols = matrix.groups, samples, kappa, rows, cols
+    return shape.costs(side, other, block)
+
+
+def _amount(number: float, unit: str, base: int = 1000) -> str:
+    for prefix in ("", "k", "M", "G"):
+        if number < base:
+            return f"{number:.0f} {prefix}{unit}" if prefix == "" else f"{number:.1f} {prefix}{unit}"
+        number /= base
+    return f"{number:.1f} T{unit}"

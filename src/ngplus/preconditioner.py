@@ -1,0 +1,65 @@
+"""The curvature of NG+ in front of any torch optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ngplus.optimizer import Curvature, NGPlus
+from ngplus.plan import Plan
+
+
+class Preconditioner:
+    """Replaces each ``.grad`` by its NG+ direction (lambda I + L)^-1 G; the step is left to another optimizer.
+
+    Example::
+
+        preconditioner = ngplus.Preconditioner(model, damping=0.1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        ...
+        loss.backward()
+        preconditioner.step()
+        optimizer.step()
+
+    Args:
+        model: the module, or parameters with ``model=`` or ``curvature="batch"``, as in :class:`ngplus.NGPlus`.
+        options: those of :class:`ngplus.NGPlus` that shape the direction. Learning rate, momentum and weight decay are
+            the other optimizer's.
+    """
+
+    def __init__(self, model: nn.Module | Any, **options: Any) -> None:
+        foreign = {"lr", "nesterov", "weight_decay", "decoupled_weight_decay", "maximize"} & set(options)
+        if foreign:
+            raise TypeError(f"{', '.join(sorted(foreign))}: set in the optimizer that makes the step")
+        self._optimizer = NGPlus(model, lr=1.0, **{"momentum": 0.0, "graft": None, **options})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups, whose ``damping`` and ``update_every`` a schedule can change."""
+        return self._optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Puts the direction in the place of each gradient, as a new tensor."""
+        directions = self._optimizer._directions()
+        if directions is None:
+            return
+        for param, direction in directions.items():
+            param.grad = direction
+        self._optimizer._advance()
+
+    def plan(self, batch_size: int | None = None, positions: int = 1) -> Plan:
+        """See :meth:`ngplus.NGPlus.plan`."""
+        return self._optimizer.plan(batch_size, positions)
+
+    def curvature(self, which: str | nn.Parameter) -> Curvature:
+        """See :meth:`ngplus.NGPlus.curvature`."""
+        return self._optimizer.curvature(which)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state_dict)

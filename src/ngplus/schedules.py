@@ -1,0 +1,74 @@
+"""Schedules of the damping lambda, which lives in the parameter groups as the learning rate does.
+
+For learning rates take torch.optim.lr_scheduler: the paper's strategies are PolynomialLR (its "exponential" one,
+a0 (1 - epoch/max_epoch)^rate), CosineAnnealingLR with eta_min=0.001, and LinearLR before them in a SequentialLR for the
+warm-up. ``docs/usage.md`` shows each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class HasGroups(Protocol):
+    """An optimizer, or a :class:`ngplus.Preconditioner`."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+
+class LambdaDamping:
+    """damping = initial damping * factor(epoch), for each parameter group.
+
+    ``step()`` counts one unit on, like a torch scheduler; ``step(epoch)`` sets it, so that a fraction of an epoch can be
+    given in every iteration.
+    """
+
+    def __init__(self, optimizer: HasGroups, factor: Callable[[float], float]) -> None:
+        for group in optimizer.param_groups:
+            if isinstance(group["damping"], str):
+                raise ValueError(f"A schedule needs a number to start from, not damping={group['damping']!r}")
+            group.setdefault("initial_damping", group["damping"])
+        self.optimizer, self.factor, self.epoch = optimizer, factor, 0.0
+        self._set()
+
+    def step(self, epoch: float | None = None) -> None:
+        self.epoch = self.epoch + 1.0 if epoch is None else float(epoch)
+        self._set()
+
+    def _set(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["damping"] = group["initial_damping"] * self.factor(self.epoch)
+
+    def get_last_damping(self) -> list[float]:
+        """The damping of each group."""
+        return [group["damping"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.epoch = float(state_dict["epoch"])
+        self._set()
+
+
+class ExponentialDamping(LambdaDamping):
+    """The paper's lambda_0 * rate^(epoch / every): rate 0.8 or 0.87 and every 10 epochs in its experiments.
+
+    Example::
+
+        optimizer = ngplus.NGPlus(model, lr=0.18, damping=0.16, scaling="inverse", graft=None)
+        damping = ngplus.schedules.ExponentialDamping(optimizer, rate=0.8)
+        for epoch in range(52):
+            ...
+            damping.step()
+    """
+
+    def __init__(self, optimizer: HasGroups, rate: float, every: float = 10.0) -> None:
+        if not 0.0 < rate:
+            raise ValueError(f"Invalid rate: {rate}")
+        if not every > 0.0:
+            raise ValueError(f"Invalid every: {every}")
+        self.rate, self.every = rate, every
+        super().__init__(optimizer, lambda epoch: rate ** (epoch / every))

@@ -1,0 +1,100 @@
+"""From a curvature matrix to something that can be applied to a gradient.
+
+Every function works on stacks of matrices: L is [blocks, d, d], U is [blocks, d, r], G is [blocks, d, D]. A right-hand
+problem G (lambda I + R)^-1 is handed in transposed, so one set of functions serves both sides, the groups of a
+convolution and the blocks of the block-diagonal form.
+
+Tensors only: nothing here knows layers or optimizers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ngplus.sketch import Sketch
+
+# Damping grows by this factor, this often, before a matrix that will not factorise is handed to float64.
+GROWTH, RETRIES = 10.0, 4
+
+
+def damped(matrix: Tensor, damping: Tensor) -> Tensor:
+    """lambda I + L."""
+    out = matrix.clone()
+    out.diagonal(dim1=-2, dim2=-1).add_(damping)
+    return out
+
+
+def dense_inverse(matrix: Tensor, damping: Tensor) -> Tensor:
+    """(lambda I + L)^-1 by Cholesky, d^3 FLOPs a block.
+
+    A matrix that does not factorise gets ten times the damping, up to four times; then float64; what is left becomes
+    the identity over lambda, the plain gradient step. L must be finite: the caller drops a refresh that is not.
+    """
+    if matrix.shape[-1] == 1:
+        return (matrix + damping).reciprocal()
+    inverse, failed = _cholesky_inverse(damped(matrix, damping))
+    if not bool(failed.any()):
+        return inverse
+    level = torch.maximum(damping, _floor(matrix))
+    for _ in range(RETRIES):
+        level = level * GROWTH
+        retry, still = _cholesky_inverse(damped(matrix, level))
+        inverse = torch.where((failed & ~still)[:, None, None], retry, inverse)
+        failed = failed & still
+        if not bool(failed.any()):
+            return inverse
+    wide, still = _cholesky_inverse(damped(matrix.double(), level.double()))
+    inverse = torch.where((failed & ~still)[:, None, None], wide.to(inverse), inverse)
+    failed = failed & still
+    plain = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device) / level
+    return torch.where(failed[:, None, None], plain, inverse)
+
+
+def _floor(matrix: Tensor) -> Tensor:
+    """A damping that is not lost in the rounding of the largest diagonal entry."""
+    largest = matrix.diagonal(dim1=-2, dim2=-1).amax()
+    return (largest * torch.finfo(matrix.dtype).eps).clamp_min(torch.finfo(matrix.dtype).tiny)
+
+
+def _cholesky_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    failed = info != 0
+    # A failed factor may hold zeros on its diagonal: invert the identity in its place.
+    safe = torch.where(failed[:, None, None], torch.eye(matrix.shape[-1]).to(matrix), factor)
+    inverse = torch.cholesky_inverse(safe)
+    return inverse, failed | ~inverse.isfinite().flatten(1).all(1)
+
+
+def woodbury_core(factor: Tensor, damping: Tensor) -> Tensor:
+    """(lambda I + U^T U)^-1, r x r: what Woodbury's identity needs beside U."""
+    return dense_inverse(factor.mT @ factor, damping)
+
+
+def woodbury_apply(factor: Tensor, core: Tensor, damping: Tensor, gradient: Tensor) -> Tensor:
+    """(lambda I + U U^T)^-1 G = (G - U (lambda I + U^T U)^-1 U^T G) / lambda, 4 d r D FLOPs."""
+    return (gradient - factor @ (core @ (factor.mT @ gradient))) / damping
+
+
+def sketched_core(factor: Tensor, damping: Tensor, sketch: Sketch) -> Tensor:
+    """The solution operator of the sketched least-squares problem, r x q.
+
+    Z = argmin ||Omega U Z - Omega G||^2 + lambda ||Z||^2 = C (Omega G) with
+    C = (lambda I + (Omega U)^T (Omega U))^-1 (Omega U)^T.
+    """
+    short = sketch(factor.mT)  # (Omega U)^T
+    return dense_inverse(short @ short.mT, damping) @ short
+
+
+def sketched_apply(factor: Tensor, core: Tensor, damping: Tensor, gradient: Tensor, sketch: Sketch) -> Tensor:
+    """(G - U Z) / lambda with Z of the sketched least-squares problem; exact for an orthogonal Omega."""
+    return (gradient - factor @ (core @ sketch(gradient.mT).mT)) / damping
+
+
+def eigenbasis(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """w and Q of L = Q diag(w) Q^T, in the order of rising eigenvalues."""
+    if matrix.shape[-1] == 1:
+        return matrix[..., 0], torch.ones_like(matrix)
+    scale = matrix.diagonal(dim1=-2, dim2=-1).amax(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
+    values, vectors = torch.linalg.eigh(matrix / scale[:, None, None])
+    return values * scale[:, None], vectors

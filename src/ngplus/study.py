@@ -1,0 +1,75 @@
+"""Exact curvature for study and tests, outside of any training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ngplus import curvature as curvatures
+from ngplus.capture import BatchDims, Capture
+from ngplus.curvature import Gathered
+from ngplus.fisher import Factors
+from ngplus.matrices import ParameterMatrix, collect, named
+from ngplus.optimizer import Curvature
+
+
+def gfim(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    inputs: Any,
+    targets: Any,
+    *,
+    side: str = "auto",
+    loss_reduction: str = "mean",
+    batch_dim: BatchDims = 0,
+) -> dict[str, Curvature]:
+    """The exact L or R of each parameter on one batch: ``loss_fn(model(inputs), targets)``.
+
+    A tuple or list of inputs is passed as arguments, a mapping as keyword arguments. No ``.grad`` is touched. A bias
+    shares the entry of its weight. Parameters without per-sample factors get the product of their mini-batch gradient.
+    """
+    params = {p: name for p, name in named(model.named_parameters()).items() if p.requires_grad and p.numel()}
+    matrices, uses = collect(model, params)
+    group = {
+        "side": side, "block_size": None, "samples": None, "sketch": None, "solver": "dense", "curvature": "sample",
+        "scaling": "inverse", "loss_reduction": loss_reduction,
+    }  # fmt: skip
+    gathered: dict[int, Gathered] = {}
+
+    def sink(matrix: ParameterMatrix, factors: Factors) -> None:
+        curvatures.gather(gathered.setdefault(id(matrix), Gathered()), matrix, factors, group, seed=0)
+
+    training = model.training
+    capture = Capture(model, uses, sink, batch_dim)
+    capture.in_eval = True
+    for matrix in matrices:
+        matrix.armed = True
+    try:
+        with torch.enable_grad():
+            if isinstance(inputs, Mapping):
+                output = model(**inputs)
+            else:
+                output = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+            grads = torch.autograd.grad(loss_fn(output, targets), list(params), allow_unused=True)
+        capture.flush()
+    finally:
+        capture.remove()
+        model.train(training)
+    of_param = dict(zip(params, grads, strict=True))
+    result: dict[str, Curvature] = {}
+    for matrix in matrices:
+        taken = matrix.side(side)
+        cut = matrix.cut(taken, None)
+        if id(matrix) in gathered and matrix.source != "batch":
+            fresh = curvatures.per_sample(gathered[id(matrix)], group, cut)
+        else:
+            found = [of_param[p] for p in matrix.active_params]
+            filled = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(matrix.params, found, strict=True)]
+            fresh = curvatures.mini_batch(matrix, matrix.layout.join(filled).to(matrix.dtype), group, seed=0)
+        dense = cut.dense(fresh.dense())
+        entry = Curvature(taken, dense[0] if matrix.groups == 1 else dense)
+        result.update({name: entry for name in matrix.names})
+    return result
