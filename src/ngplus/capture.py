@@ -1,8 +1,8 @@
 """Capture: watches the model on refresh steps, and hands each layer's factors on during backward.
 
 A forward hook on each watched module puts a tensor hook on the module's output. When the output's gradient arrives, the
-layer's rule turns it, with the saved input, into factors; once all uses of a matrix in this pass are in, they are joined,
-handed to the sink and forgotten. Unless a matrix is armed, a hook returns at once.
+layer's rule turns it, with the saved input, into factors; once all uses of a matrix in this pass are in, they are
+joined, handed to the sink and forgotten. Unless a matrix is armed, a hook returns at once.
 
 Why so: full backward hooks break on in-place activations and on modules called several times. The input is kept by an
 autograd node's own saved tensors, so that activation checkpointing and saved-tensor hooks treat it as any activation.
@@ -134,7 +134,8 @@ class Capture:
             return
         matrix, batch = use.matrix, self.batch(use)
         anchor = torch.zeros((), requires_grad=True)
-        held = _Saved.apply(anchor, *(None if x is None else x.detach() for x in inputs)).grad_fn
+        saved = [None if x is None else x.detach() for x in inputs]
+        held = _Saved.apply(anchor, *saved).grad_fn  # type: ignore[no-untyped-call]
         if matrix.outstanding and torch._C._current_graph_task_id() != -1:
             return  # activation checkpointing runs the forward again; the first run waits already
         matrix.outstanding += 1
@@ -242,17 +243,17 @@ def batch_dims(model: nn.Module, batch_dim: BatchDims) -> dict[nn.Module, int | 
     """
     if not isinstance(batch_dim, Mapping):
         if batch_dim != 0:
-            return {module: batch_dim for module in model.modules()}
+            return dict.fromkeys(model.modules(), batch_dim)
         batch_dim = {}
     dims: dict[nn.Module, int | None] = {}
     for module in model.modules():
         if _batch_second(module):
-            dims.update({child: 1 for child in module.modules()})
+            dims.update(dict.fromkeys(module.modules(), 1))
     names = dict(model.named_modules())
     for name, dim in batch_dim.items():
         if name not in names:
             raise ValueError(f"Invalid batch_dim: the model has no module {name!r}")
-        dims.update({child: dim for child in names[name].modules()})
+        dims.update(dict.fromkeys(names[name].modules(), dim))
     return dims
 
 

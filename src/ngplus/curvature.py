@@ -123,8 +123,8 @@ class Fresh:
 def per_sample(gathered: Gathered, group: Group, cut: Cut, grad_scale: Tensor | float = 1.0) -> Fresh:
     """L = 1/|S_k| sum over S_k of G_i G_i^T, from the sums over captured gradients c_i.
 
-    The invariant is .grad = 1/N sum_i G_i over the N samples of the batch: G_i = N c_i where the loss is a mean over the
-    batch, G_i = c_i where it is a sum. ``grad_scale`` is the loss scale of mixed precision.
+    The invariant is .grad = 1/N sum_i G_i over the N samples of the batch: G_i = N c_i where the loss is a mean over
+    the batch. Where it is a sum, G_i = c_i. ``grad_scale`` is the loss scale of mixed precision.
     """
     scale = (gathered.samples if group["loss_reduction"] == "mean" else 1) / grad_scale
     weight = scale * scale / gathered.used
@@ -254,7 +254,8 @@ def apply(state: State, stacks: list[Tensor], group: Group) -> list[Tensor]:
     if inverse is not None:
         return [i @ g for i, g in zip(inverse, stacks, strict=True)]
     factors, cores = read(state, "factor"), read(state, "core")
-    assert factors is not None and cores is not None
+    assert factors is not None
+    assert cores is not None
     damping = state["damping"]
     if group["solver"] != "sketched":
         return [solve.woodbury_apply(u, c, damping, g) for u, c, g in zip(factors, cores, stacks, strict=True)]

@@ -178,7 +178,7 @@ class Outer(Factors):
         return (tall := tall.flatten(1, 2)), tall
 
     def root(self, side: str, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
-        d, other_size = self.curved_and_other(side)
+        other_size = self.curved_and_other(side)[1]
         if self.positions > 1 and other_size <= self.positions:
             return self.pair(side, "explicit", samples, None, dtype)[0].mT
         curved = self._curved(side, samples, dtype)
@@ -210,7 +210,9 @@ class Outer(Factors):
 
 @dataclass
 class Lookup(Factors):
-    """An embedding's G_i = sum_p e_index(ip) v_ip^T: ``index`` [samples, positions], ``values`` [samples, positions, n].
+    """An embedding's G_i = sum_p e_index(ip) v_ip^T.
+
+    ``index`` is [samples, positions], ``values`` [samples, positions, n].
 
     On the right side nothing of size m is made: equal rows of one sample are added up, then R is one product.
     """
@@ -260,8 +262,9 @@ class Lookup(Factors):
 class Bags(Factors):
     """An embedding bag's G_i = (sum_j w_j e_index(j)) g_i^T.
 
-    ``index``, ``sample`` and ``weight`` have one entry for each entry of a bag; ``grads`` is [samples, n]. One position,
-    so R = sum_i c_i g_i g_i^T with c_i the squared length of the bag's row weights, equal rows added up first.
+    ``index``, ``sample`` and ``weight`` have one entry for each entry of a bag; ``grads`` is [samples, n]. One
+    position, so R = sum_i c_i g_i g_i^T with c_i the squared length of the bag's row weights, equal rows
+    added up first.
     """
 
     index: Tensor
@@ -445,13 +448,15 @@ def gfim_sum(
 
     ``samples`` picks a sub-sample by index; ``sketch`` makes the sketch of the other dimension, or None for it.
     """
-    d, other = factors.curved_and_other(side)
+    other = factors.curved_and_other(side)[1]
     omega = sketch(other) if sketch is not None and not _skips_sketch(factors, side) else None
     other = other if omega is None else omega.spec.size
     # A sketched Gram of joined uses would need one-hot rows; the sketch is of the gradients there.
     if form == "auto":
-        form = "explicit" if omega is not None and isinstance(factors, Joined) else choose_form(
-            factors, side, other, cut.size
+        form = (
+            "explicit"
+            if omega is not None and isinstance(factors, Joined)
+            else choose_form(factors, side, other, cut.size)
         )
     elif form not in factors.costs(side, other, cut.size):
         raise ValueError(f"The form {form!r} does not apply to {type(factors).__name__} on the {side} side")

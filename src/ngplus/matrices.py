@@ -102,9 +102,7 @@ def lone_matrix(name: str, param: nn.Parameter) -> ParameterMatrix:
     return ParameterMatrix([name], [param], ["rows" if param.dim() > 1 else "column"])
 
 
-def collect(
-    model: nn.Module | None, params: Mapping[nn.Parameter, str]
-) -> tuple[list[ParameterMatrix], list[Use]]:
+def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tuple[list[ParameterMatrix], list[Use]]:
     """All parameters as matrices, in the order of ``params``, and the uses that capture has to watch."""
     matrices: list[ParameterMatrix] = []
     uses: list[Use] = []

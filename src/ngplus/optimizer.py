@@ -21,6 +21,7 @@ from ngplus.curvature import Fresh, Gathered
 from ngplus.fisher import Bags, Factors, Lookup
 from ngplus.matrices import ParameterMatrix, collect, named
 from ngplus.plan import Plan, plan_of
+from ngplus.update import graft_length, update_parameters, with_length
 
 _REFRESHED = ("inverse", "factor", "basis")  # a state that has one of them can make a step
 _CHECKED_ROWS = 1_000_000  # embeddings above this size are not checked for uses that capture has missed
@@ -64,9 +65,9 @@ class NGPlus(Optimizer):
         damping: lambda. A number is absolute, as in the paper; with ``damping_mode="relative"`` it is a multiple of the
             mean eigenvalue trace(L)/d of each layer. ``"auto"`` is relative damping of 0.1.
         update_every: T, the number of steps between two refreshes. The first is at the first step.
-        curvature: ``"sample"``, the paper's L and R; ``"momentum"``, their moving average with ``beta``; ``"batch"``, from
-            mini-batch gradients with ``beta`` and ``gamma`` (1 - beta where None), started from lambda I, updated in
-            every step; it needs no model.
+        curvature: ``"sample"``, the paper's L and R; ``"momentum"``, their moving average with ``beta``; ``"batch"``,
+            from mini-batch gradients with ``beta`` and ``gamma`` (1 - beta where None), started from lambda I, updated
+            in every step; it needs no model.
         scaling: ``"inverse"``, the paper; ``"adaptive"``, Adam's moments in the eigenbasis of L or R (``momentum``,
             ``beta2``, ``eps``).
         samples: size or fraction of the random sub-sample S of the batch; None is the whole batch.
@@ -74,8 +75,8 @@ class NGPlus(Optimizer):
         solver: ``"dense"`` (Cholesky), ``"woodbury"``, ``"sketched"`` (sketched least squares), or ``"auto"``, the
             cheapest exact one for each layer.
         block_size: p of the block-diagonal form.
-        sketch: q of the sketched product, or a dict of ``size``, ``kind`` ("uniform", "gaussian", "countsketch", "srht")
-            and ``replacement``. With ``solver="sketched"`` it is the sketch of the least-squares problem.
+        sketch: q of the sketched product, or a dict of ``size``, ``kind`` ("uniform", "gaussian", "countsketch",
+            "srht") and ``replacement``. With ``solver="sketched"`` it is the sketch of the least-squares problem.
         graft: ``"sgd"`` or ``"adam"``: each layer's direction takes that method's step length. With ``"adam"``, the
             momentum is a moving average, so that it keeps that length.
         loss_reduction: ``"mean"``, the loss is an average over the batch or its tokens, or ``"sum"``.
@@ -169,7 +170,9 @@ class NGPlus(Optimizer):
         self._of_param: dict[nn.Parameter, dict[str, Any]] = {}
         in_model = named(self._model.named_parameters(remove_duplicate=False)) if self._model is not None else {}
         for g, group in enumerate(self.param_groups):
-            given = group.get("param_names") or [f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))]
+            given = group.get("param_names") or [
+                f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))
+            ]
             for param, name in zip(group["params"], given, strict=True):
                 names[param] = in_model.get(param, name)
                 self._of_param[param] = group
@@ -223,7 +226,7 @@ class NGPlus(Optimizer):
         directions = self._directions()
         if directions is not None:
             for group in self.param_groups:
-                self._update(group, directions)
+                update_parameters(group, directions, self.state)
             self._advance()
         return loss
 
@@ -277,6 +280,8 @@ class NGPlus(Optimizer):
             sign = sign / scale
         first = grads[0]
         if first is not None and first.is_sparse:
+            if group["weight_decay"] != 0:
+                raise RuntimeError(f"weight_decay option is not compatible with the sparse gradient of {matrix.name!r}")
             if len(grads) == 1 and matrix.side(group["side"]) == "right" and matrix.kinds[0] == "rows":
                 first = first.coalesce()
                 values = first.values().flatten(1).to(matrix.dtype)[None]
@@ -352,53 +357,7 @@ class NGPlus(Optimizer):
         direction = direction if left else direction.mT
         if group["graft"] is None:
             return direction
-        length = _graft_length(state, gradient, group, sparse)
-        norm = torch.linalg.vector_norm(direction)
-        return direction * torch.where(norm > 0, length / norm, torch.zeros_like(norm))
-
-    def _update(self, group: dict[str, Any], directions: Mapping[nn.Parameter, Tensor]) -> None:
-        """Momentum and weight decay of torch.optim.SGD on the directions, then W <- W - lr * direction."""
-        lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
-        params, steps = [], []
-        for param in group["params"]:
-            direction = directions.get(param)
-            if direction is None:
-                continue
-            if not direction.is_sparse:
-                params.append(param)
-                steps.append(direction)
-                continue
-            if decay != 0:
-                raise RuntimeError("weight_decay option is not compatible with sparse gradients")
-            param.add_(direction, alpha=-float(lr))
-        if not params:
-            return
-        if decay != 0 and group["decoupled_weight_decay"]:
-            torch._foreach_mul_(params, 1 - lr * decay)
-        elif decay != 0:
-            steps = list(torch._foreach_add(steps, params, alpha=decay))
-        if momentum != 0 and group["scaling"] == "inverse":
-            steps = self._with_momentum(group, params, steps)
-        if isinstance(lr, Tensor):
-            torch._foreach_add_(params, torch._foreach_mul(steps, -lr.to(params[0].device)))
-        else:
-            torch._foreach_add_(params, steps, alpha=-lr)
-
-    def _with_momentum(self, group: dict[str, Any], params: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
-        momentum = group["momentum"]
-        # Adam's step length already counts the past; a plain sum of such steps would be 1 / (1 - momentum) times as long.
-        dampening = momentum if group["graft"] == "adam" else 0.0
-        buffers = []
-        for param, step in zip(params, steps, strict=True):
-            state = self.state[param]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = step.clone()
-            else:
-                state["momentum_buffer"].mul_(momentum).add_(step, alpha=1 - dampening)
-            buffers.append(state["momentum_buffer"])
-        if group["nesterov"]:
-            return list(torch._foreach_add(steps, buffers, alpha=momentum))
-        return buffers
+        return with_length(direction, graft_length(state, gradient, group, sparse))
 
     def _advance(self) -> None:
         """k <- k + 1, and the capture armed for the matrices that are due in the next step."""
@@ -456,7 +415,7 @@ class NGPlus(Optimizer):
             matrix.fall_back("its gradient has parts that no call of its module explains")
 
     def _warn_uncovered(self, uncovered: list[ParameterMatrix]) -> None:
-        self._starved = bool(uncovered) and all(m.source != "batch" for m in uncovered) or not self._forward_seen()
+        self._starved = (bool(uncovered) and all(m.source != "batch" for m in uncovered)) or not self._forward_seen()
         if self._warned or not uncovered or all(float(g["lr"]) == 0.0 for g in self.param_groups):
             return
         self._warned = True
@@ -565,21 +524,6 @@ class NGPlus(Optimizer):
             self._watch()
 
 
-def _graft_length(state: dict[str, Any], gradient: Tensor, group: dict[str, Any], sparse: bool) -> Tensor:
-    """The length of the step that the grafted method would make for this matrix."""
-    if group["graft"] == "sgd" or sparse:
-        return torch.linalg.vector_norm(gradient)
-    beta1, beta2 = group["momentum"], group["beta2"]
-    if "graft_exp_avg" not in state or state["graft_exp_avg"].shape != gradient.shape:
-        state["graft_exp_avg"], state["graft_exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
-        state["graft_step"] = 0
-    step = state["graft_step"] = int(state["graft_step"]) + 1
-    first = state["graft_exp_avg"].lerp_(gradient, 1 - beta1) / (1 - beta1**step)
-    second = state["graft_exp_avg_sq"].lerp_(gradient.square(), 1 - beta2) / (1 - beta2**step)
-    return torch.linalg.vector_norm(first / (second.sqrt() + group["eps"]))
-
-
 def _many_ranks() -> bool:
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-

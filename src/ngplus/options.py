@@ -56,7 +56,7 @@ def check(options: Mapping[str, Any]) -> None:
         raise ValueError(f"Invalid momentum: {options['momentum']} (below 1 with scaling='adaptive')")
     if options["solver"] in ("woodbury", "sketched"):
         if options["scaling"] != "inverse":
-            raise ValueError(f"solver={options['solver']!r} goes with scaling='inverse': a basis needs the whole matrix")
+            raise ValueError(f"solver={options['solver']!r} goes with scaling='inverse', not with an eigenbasis")
         if options["curvature"] != "sample":
             raise ValueError(
                 f"solver={options['solver']!r} goes with curvature='sample': a moving average is not of low rank"

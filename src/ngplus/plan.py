@@ -124,7 +124,7 @@ def _row(
 ) -> PlanRow:
     rows, cols = matrix.layout.rows, matrix.layout.cols
     side = matrix.side(group["side"])
-    d, other = (rows, cols) if side == "left" else (cols, rows)
+    other = cols if side == "left" else rows
     cut = matrix.cut(side, group["block_size"])
     source = "batch" if group["curvature"] == "batch" else matrix.source
     samples, kappa = matrix.seen or (batch_size or 0, positions)

@@ -21,8 +21,8 @@ class HasGroups(Protocol):
 class LambdaDamping:
     """damping = initial damping * factor(epoch), for each parameter group.
 
-    ``step()`` counts one unit on, like a torch scheduler; ``step(epoch)`` sets it, so that a fraction of an epoch can be
-    given in every iteration.
+    ``step()`` counts one unit on, like a torch scheduler; ``step(epoch)`` sets it, so that a fraction of an epoch can
+    be given in every iteration.
     """
 
     def __init__(self, optimizer: HasGroups, factor: Callable[[float], float]) -> None:
@@ -66,7 +66,7 @@ class ExponentialDamping(LambdaDamping):
     """
 
     def __init__(self, optimizer: HasGroups, rate: float, every: float = 10.0) -> None:
-        if not 0.0 < rate:
+        if not rate > 0.0:
             raise ValueError(f"Invalid rate: {rate}")
         if not every > 0.0:
             raise ValueError(f"Invalid every: {every}")

@@ -37,7 +37,7 @@ class SketchSpec:
             unknown = set(value) - {"size", "kind", "replacement"}
             if unknown or "size" not in value:
                 raise ValueError(
-                    f"Invalid sketch: {dict(value)} (expected the keys 'size' and, as options, 'kind' and 'replacement')"
+                    f"Invalid sketch: {dict(value)} (its keys are 'size' and, as options, 'kind' and 'replacement')"
                 )
             spec = cls(value["size"], value.get("kind", "uniform"), bool(value.get("replacement", True)))
         else:

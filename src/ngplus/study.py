@@ -67,9 +67,11 @@ def gfim(
             fresh = curvatures.per_sample(gathered[id(matrix)], group, cut)
         else:
             found = [of_param[p] for p in matrix.active_params]
-            filled = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(matrix.params, found, strict=True)]
+            filled = [
+                torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(matrix.params, found, strict=True)
+            ]
             fresh = curvatures.mini_batch(matrix, matrix.layout.join(filled).to(matrix.dtype), group, seed=0)
         dense = cut.dense(fresh.dense())
         entry = Curvature(taken, dense[0] if matrix.groups == 1 else dense)
-        result.update({name: entry for name in matrix.names})
+        result.update(dict.fromkeys(matrix.names, entry))
     return result

@@ -24,8 +24,9 @@ _Build = Callable[[tuple[Tensor | None, ...], Tensor, tuple[bool, ...], Batch], 
 
 @register_layer(nn.MultiheadAttention)
 class MultiheadAttentionRule(LayerRule):
-    """Packed: [in_proj_weight in_proj_bias] is (3 E, E + 1). Separate: (E, E), (E, kdim), (E, vdim), and the packed bias
-    is a vector. [out_proj.weight out_proj.bias] is (E, E + 1). ``bias_k`` and ``bias_v`` get mini-batch curvature."""
+    """Packed: [in_proj_weight in_proj_bias] is (3 E, E + 1). Separate: (E, E), (E, kdim), (E, vdim), and the packed
+    bias is a vector. [out_proj.weight out_proj.bias] is (E, E + 1). ``bias_k`` and ``bias_v`` get mini-batch curvature.
+    """
 
     claims_children = True
 
@@ -46,9 +47,11 @@ class MultiheadAttentionRule(LayerRule):
             under_way.append(False)
             if not any(watcher.recording(i) for i in range(len(self.matrices(module)))):
                 return None
-            named = dict(zip(("query", "key", "value"), args[:3], strict=False))
-            query, key, value = (named.get(n, kwargs.get(n)) for n in ("query", "key", "value"))
-            if not all(isinstance(x, Tensor) and not x.is_nested for x in (query, key, value)):
+            given: dict[str, Any] = {**dict(zip(("query", "key", "value"), args[:3], strict=False)), **kwargs}
+            query, key, value = given.get("query"), given.get("key"), given.get("value")
+            if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+                return None
+            if query.is_nested:
                 return None
             q, k, v = _project(module, query, key, value, watcher)
             _hide_projections(module, query)

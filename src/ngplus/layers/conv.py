@@ -39,7 +39,7 @@ class Patches:
         self._windows = windows.unflatten(0, (samples, -1)).unflatten(2, (groups, -1))
         self._spatial = spatial
         batch, out = len(padded), windows.shape[2 : 2 + spatial]
-        self.shape = (groups, samples, batch // samples * out.numel(), windows.shape[1] // groups * _prod(kernel))
+        self.shape: tuple[int, ...] = (groups, samples, batch // samples * out.numel(), windows.shape[1] // groups * _prod(kernel))
 
     def take(self, samples: Tensor | slice) -> Tensor:
         w, n = self._windows[samples], self._spatial
@@ -48,9 +48,7 @@ class Patches:
         return w.permute(order).reshape(self.shape[0], len(w), self.shape[2], self.shape[3])
 
 
-def conv_factors(
-    patches: Patches, grad: Tensor, active: tuple[bool, ...], groups: int, samples: int
-) -> Outer:
+def conv_factors(patches: Patches, grad: Tensor, active: tuple[bool, ...], groups: int, samples: int) -> Outer:
     """G_i = sum over output positions of g_ip [patch_ip; 1]^T, a group at a time."""
     g = grad.unflatten(0, (samples, -1)).unflatten(2, (groups, -1)).flatten(4)  # [samples, rows, groups, m, positions]
     left = g.permute(2, 0, 1, 4, 3).flatten(2, 3)
@@ -66,7 +64,7 @@ def _batched(x: Tensor, spatial: int) -> Tensor:
 
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class ConvRule(LayerRule):
-    """Any stride, padding, padding mode, dilation and groups: each group is a matrix (out/groups, in/groups * kernel)."""
+    """Any stride, padding, padding mode, dilation, groups; a group is a matrix (out/groups, in/groups * kernel)."""
 
     def matrices(self, module: nn.Module) -> list[MatrixSpec]:
         assert isinstance(module, _ConvNd)
@@ -118,7 +116,8 @@ class ConvTransposeRule(LayerRule):
         samples = batch.count(len(x)) if batch.dim is not None else 1
         sizes = [(size - 1) * s + 1 for size, s in zip(x.shape[2:], stride, strict=True)]
         spread = x.new_zeros(*x.shape[:2], *sizes)
-        spread[(..., *(slice(None, None, s) for s in stride))] = x
+        every: tuple[Any, ...] = (..., *(slice(None, None, s) for s in stride))
+        spread[every] = x
         # Output position q sees input position q + before - kernel offset; the far side follows from the output's size.
         padding: list[int] = []
         for dim in reversed(range(spatial)):

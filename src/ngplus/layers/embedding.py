@@ -18,7 +18,7 @@ class EmbeddingRule(LayerRule):
     """``padding_idx``, ``scale_grad_by_freq`` and ``sparse`` as in torch.
 
     Positions that are looked up once for the whole batch, with an index of shape [1, length], get the batch dimension
-    that they lack: the output is expanded (not copied) on a refresh step, so that its gradient arrives sample by sample.
+    that they lack: the output is expanded (not copied) on a refresh step, so that its gradient comes sample by sample.
     An index whose first dimension is neither 1 nor the batch has no samples of its own; its gradient counts as one.
     """
 

@@ -1,7 +1,8 @@
 """Modules that no rule knows: per-sample gradients by torch.func, where vmap can follow the module's forward.
 
-It applies to a module with parameters of its own and no children that have any: calling it again on one sample at a time
-costs about as much as the module itself. Parameters of a larger module, such as a class token, get mini-batch curvature.
+It applies to a module with parameters of its own and no children that have any: calling it again on one sample at a
+time costs about as much as the module itself. Parameters of a larger module, such as a class token, get mini-batch
+curvature.
 """
 
 from __future__ import annotations
