@@ -38,8 +38,9 @@ class Patches:
         # [batch, groups, in/groups, *out, *kernel], a view until samples are taken
         self._windows = windows.unflatten(0, (samples, -1)).unflatten(2, (groups, -1))
         self._spatial = spatial
-        batch, out = len(padded), windows.shape[2 : 2 + spatial]
-        self.shape: tuple[int, ...] = (groups, samples, batch // samples * out.numel(), windows.shape[1] // groups * _prod(kernel))
+        positions = len(padded) // samples * windows.shape[2 : 2 + spatial].numel()
+        cols = windows.shape[1] // groups * _prod(kernel)
+        self.shape: tuple[int, ...] = (groups, samples, positions, cols)
 
     def take(self, samples: Tensor | slice) -> Tensor:
         w, n = self._windows[samples], self._spatial
