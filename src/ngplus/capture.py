@@ -43,13 +43,18 @@ class _Saved(torch.autograd.Function):
 
 
 class _Hook:
-    """A hook that works for its capture only: a copied or unpickled module's hooks do nothing."""
+    """A hook that works for its capture only: in a copied or unpickled module, and once the capture is gone, it does
+    nothing. (A module that is being called may still hold hooks that have just been removed.)"""
 
-    def __init__(self, function: Callable[..., Any] | None = None) -> None:
-        self.function = function
+    def __init__(
+        self, capture: weakref.ref[Capture] | None = None, function: Callable[..., Any] | None = None
+    ) -> None:
+        self.capture, self.function = capture, function
 
     def __call__(self, *args: Any) -> Any:
-        return None if self.function is None else self.function(*args)
+        if self.function is None or self.capture is None or self.capture() is None:
+            return None
+        return self.function(*args)
 
     def __deepcopy__(self, memo: Any) -> _Hook:
         return _Hook()
@@ -86,7 +91,7 @@ class Capture:
             if capture is not None:
                 capture._before_forward((args, kwargs))
 
-        self._handles.append(model.register_forward_pre_hook(_Hook(before), with_kwargs=True))
+        self._handles.append(model.register_forward_pre_hook(_Hook(this, before), with_kwargs=True))
         self._finalizer = weakref.finalize(self, _remove, self._handles)
 
     def remove(self) -> None:
@@ -139,7 +144,7 @@ class Capture:
         if matrix.outstanding and torch._C._current_graph_task_id() != -1:
             return  # activation checkpointing runs the forward again; the first run waits already
         matrix.outstanding += 1
-        this = weakref.ref(self)
+        this, shape = weakref.ref(self), output.shape
 
         def arrive(grad: Tensor) -> None:
             capture = this()
@@ -149,7 +154,7 @@ class Capture:
                 saved = held.saved_tensors  # may run a checkpointed forward again, hooks and all
                 try:
                     capture._busy = True
-                    factors = build(saved, grad.detach(), use.active, batch)
+                    factors = build(saved, grad.detach().reshape(shape), use.active, batch)
                 except Exception as error:
                     if matrix.source != "vmap":
                         raise
@@ -159,7 +164,7 @@ class Capture:
                     capture._busy = False
                 capture._arrive(matrix, widen(factors, use.columns, matrix.layout.cols))
 
-        output.register_hook(arrive)
+        _hook_target(output).register_hook(arrive)
 
     def _arrive(self, matrix: ParameterMatrix, factors: Factors) -> None:
         task = torch._C._current_graph_task_id()
@@ -177,6 +182,18 @@ class Capture:
         with torch.no_grad():
             for factors in join(arrived):
                 self._sink(matrix, factors)
+
+
+def _hook_target(output: Tensor) -> Tensor:
+    """The tensor whose hook sees the output's gradient, whatever is done to the output in place.
+
+    A Linear on N-D input returns a view. An in-place activation on a view leaves the view's own node out of the graph;
+    the gradient then reaches the base, which has the same entries.
+    """
+    base = output._base
+    if base is None or base.numel() != output.numel() or not (base.is_contiguous() and output.is_contiguous()):
+        return output
+    return base if base.requires_grad else output
 
 
 def _end_of_backward(capture: weakref.ref[Capture]) -> None:
@@ -200,7 +217,7 @@ class _ModuleWatcher(Watcher):
         self._capture, self._uses = capture, uses
 
     def hook(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return _Hook(function)
+        return _Hook(self._capture, function)
 
     def recording(self, matrix: int) -> bool:
         capture, use = self._capture(), self._uses.get(matrix)
@@ -232,7 +249,7 @@ class _ModuleWatcher(Watcher):
             capture.record(use, adapted, inputs, build)
             return None if adapted is output else adapted
 
-        return _Hook(after)
+        return _Hook(self._capture, after)
 
 
 def batch_dims(model: nn.Module, batch_dim: BatchDims) -> dict[nn.Module, int | None]:

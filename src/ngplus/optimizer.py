@@ -7,6 +7,7 @@ turn gradients into directions, update the parameters, arm the capture for the n
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -182,7 +183,14 @@ class NGPlus(Optimizer):
         self._matrices, uses = collect(self._model, filled)
         self._capture = None
         if self._model is not None and any(g["curvature"] != "batch" for g in self.param_groups):
-            self._capture = Capture(self._model, uses, self._gather, self._batch_dim)
+            this = weakref.ref(self)  # no cycle: a deleted optimizer goes at once, and its hooks with it
+
+            def sink(matrix: ParameterMatrix, factors: Factors) -> None:
+                optimizer = this()
+                if optimizer is not None:
+                    optimizer._gather(matrix, factors)
+
+            self._capture = Capture(self._model, uses, sink, self._batch_dim)
         self._arm()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -1,0 +1,456 @@
+"""Bad input gets a clear error, at construction or at the step that sees it, and changes no parameter."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+import pytest
+import reference
+import torch
+from torch import Tensor, nn
+
+import ngplus
+
+EXACT = {"lr": 0.5, "momentum": 0.0, "graft": None, "damping": 0.1, "update_every": 1}
+NOT_NUMBERS = [-1.0, -1e-9, math.inf, -math.inf, math.nan, "1", None, True]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def batch(size: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    make = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    return make(size, 4), make(size, 3)
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum(1).mean()
+
+
+def train(optimizer: ngplus.NGPlus, loss: Callable[[], Tensor]) -> None:
+    """One step of a loop; the error may come from backward or from step."""
+    optimizer.zero_grad()
+    loss().backward()
+    optimizer.step()
+
+
+class Unchanged:
+    """Holds copies of a model's parameters; leaving the block checks that they are still what they were."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        self.before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            for name, p in self.model.named_parameters():
+                assert torch.equal(p, self.before[name]), f"{name} has changed"
+
+
+# ------------------------------------------------------------------------------------------------ options
+
+
+def bad(name: str, *values: object) -> list[object]:
+    return [pytest.param(name, value, id=f"{name}={value}") for value in values]
+
+
+BAD_OPTIONS = [
+    *bad("lr", *NOT_NUMBERS),
+    *bad("damping", *NOT_NUMBERS),
+    *bad("beta", *NOT_NUMBERS, 1.5),
+    *bad("beta2", *NOT_NUMBERS, 1.0),
+    *bad("eps", *NOT_NUMBERS),
+    *bad("gamma", -1.0, math.inf, math.nan, "1", True),
+    *bad("momentum", *NOT_NUMBERS),
+    *bad("weight_decay", *NOT_NUMBERS),
+    *bad("update_every", 0, -1, 1.5, 2.0, math.inf, math.nan, "2", None, True),
+    *bad("samples", 0, -3, 0.0, -0.5, 1.5, math.nan, math.inf, "all", True),
+    *bad("block_size", 0, -4, 2.0, "4", True),
+    *bad("sketch", 0, -1, 2.5, "uniform", True, (4, "uniform")),
+    *bad("sketch", {}, {"kind": "uniform"}, {"size": 0}, {"size": 2.0}, {"size": None}, {"size": True}),
+    *bad("sketch", {"size": 4, "kind": "magic"}, {"size": 4, "q": 2}, {"size": 4, "kind": None}),
+    *bad("curvature", "samples", "", None, 1, "Sample"),
+    *bad("scaling", "adam", None),
+    *bad("side", "both", None),
+    *bad("solver", "cg", None),
+    *bad("damping_mode", "auto", None),
+    *bad("graft", "adamw", "", 1),
+    *bad("loss_reduction", "none", None),
+]
+
+
+def names(option: str) -> str:
+    """How a message may name the option, as a pattern: torch's own optimizers say "learning rate"."""
+    return "learning rate|lr" if option == "lr" else option
+
+
+@pytest.mark.parametrize(("option", "value"), BAD_OPTIONS)
+def test_bad_option_is_refused(option: str, value: object) -> None:
+    with pytest.raises((ValueError, TypeError), match=names(option)):
+        ngplus.NGPlus(net(), **{option: value})
+
+
+@pytest.mark.parametrize(("option", "value"), BAD_OPTIONS)
+def test_bad_option_of_a_group_is_refused(option: str, value: object) -> None:
+    model = net()
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), option: value}]
+    with pytest.raises((ValueError, TypeError), match=names(option)):
+        ngplus.NGPlus(groups, model=model)
+
+
+@pytest.mark.parametrize(
+    "option", ["curvature", "scaling", "side", "solver", "damping_mode", "graft", "loss_reduction"]
+)
+def test_unknown_name_is_quoted_beside_the_known_ones(option: str) -> None:
+    with pytest.raises(ValueError, match=option) as error:
+        ngplus.NGPlus(net(), **{option: "nonsense"})
+    assert "'nonsense'" in str(error.value)
+    assert str(error.value).count("'") >= 6  # the choices, quoted
+
+
+@pytest.mark.parametrize("lr", [torch.tensor([0.1, 0.2]), torch.tensor([])])
+def test_tensor_lr_has_one_element(lr: Tensor) -> None:
+    with pytest.raises(ValueError, match="Tensor lr must be 1-element"):
+        ngplus.NGPlus(net(), lr=lr)
+
+
+@pytest.mark.parametrize("lr", [torch.tensor(-0.1), torch.tensor(math.nan), torch.tensor([math.inf])])
+def test_tensor_lr_is_checked_like_a_number(lr: Tensor) -> None:
+    with pytest.raises(ValueError, match="learning rate"):
+        ngplus.NGPlus(net(), lr=lr)
+
+
+CLASHES = [
+    ({"solver": "woodbury", "curvature": "momentum"}, "woodbury.*curvature"),
+    ({"solver": "woodbury", "curvature": "batch"}, "woodbury.*curvature"),
+    ({"solver": "sketched", "curvature": "momentum"}, "sketched.*curvature"),
+    ({"solver": "woodbury", "scaling": "adaptive"}, "woodbury.*scaling"),
+    ({"solver": "woodbury", "damping": 0.0}, "damping"),
+    ({"solver": "sketched", "damping": 0}, "damping"),
+    ({"nesterov": True, "momentum": 0.0}, "Nesterov"),
+    ({"scaling": "adaptive", "momentum": 1.0}, "momentum"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), CLASHES, ids=[str(options) for options, _ in CLASHES])
+def test_options_that_do_not_go_together(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ngplus.NGPlus(net(), **options)
+
+
+@pytest.mark.parametrize("batch_dim", [{"nowhere": 0}, "0", 1.5])
+def test_bad_batch_dim(batch_dim: object) -> None:
+    with pytest.raises((ValueError, TypeError), match="batch_dim"):
+        ngplus.NGPlus(net(), batch_dim=batch_dim)
+
+
+@pytest.mark.parametrize("option", ["lr", "momentum_", "dampening", "update_freq"])
+def test_unknown_argument(option: str) -> None:
+    if option == "lr":
+        with pytest.raises(TypeError, match="lr"):
+            ngplus.Preconditioner(net(), lr=0.1)
+    else:
+        with pytest.raises(TypeError, match=option):
+            ngplus.NGPlus(net(), **{option: 1})
+
+
+# A schedule changes the group after construction: the step that sees the value refuses it.
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("lr", math.nan), ("lr", -1.0), ("damping", math.nan), ("damping", -1.0), ("update_every", 0), ("side", "both")],
+)
+def test_bad_value_set_in_a_group_later(option: str, value: object) -> None:
+    model = net()
+    optimizer = ngplus.NGPlus(model, **EXACT)
+    x, y = batch()
+    loss_fn(model(x), y).backward()
+    optimizer.param_groups[0][option] = value
+    with Unchanged(model), pytest.raises((ValueError, RuntimeError), match=names(option)):
+        optimizer.step()
+
+
+# ------------------------------------------------------------------------------------------------ parameters
+
+
+@pytest.mark.parametrize("curvature", ["sample", "momentum"])
+@pytest.mark.parametrize("form", ["parameters", "named", "groups"])
+def test_sample_curvature_needs_the_model(curvature: str, form: str) -> None:
+    model = net()
+    params = {
+        "parameters": list(model.parameters()),
+        "named": list(model.named_parameters()),
+        "groups": [{"params": list(model.parameters())}],
+    }[form]
+    with pytest.raises(ValueError, match="model=") as error:
+        ngplus.NGPlus(params, curvature=curvature)
+    assert "batch" in str(error.value)  # the way out that needs no model
+
+
+def test_batch_curvature_needs_no_model() -> None:
+    model = net()
+    optimizer = ngplus.NGPlus(model.parameters(), curvature="batch")
+    before = [p.detach().clone() for p in model.parameters()]
+    x, y = batch()
+    loss_fn(model(x), y).backward()
+    optimizer.step()
+    assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_two_models() -> None:
+    with pytest.raises(ValueError, match="two models"):
+        ngplus.NGPlus(net(), model=net())
+
+
+def test_the_same_model_twice_is_no_error() -> None:
+    model = net()
+    assert len(ngplus.NGPlus(model, model=model).plan()) == 2
+
+
+@pytest.mark.parametrize("model", [nn.Sequential(), nn.ReLU(), nn.BatchNorm1d(3, affine=False)], ids=repr)
+def test_model_without_parameters(model: nn.Module) -> None:
+    with pytest.raises(ValueError, match="no parameters"):
+        ngplus.NGPlus(model)
+
+
+@pytest.mark.parametrize("params", [[], iter(())])
+def test_no_parameters(params: object) -> None:
+    with pytest.raises(ValueError, match="empty parameter list"):
+        ngplus.NGPlus(params, curvature="batch")
+
+
+@pytest.mark.parametrize("params", [torch.zeros(3, requires_grad=True), [1.0], ["weight"]])
+def test_params_that_are_none(params: object) -> None:
+    with pytest.raises(TypeError, match="optimizer"):
+        ngplus.NGPlus(params, curvature="batch")
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_parameters(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="complex"):
+        ngplus.NGPlus([nn.Parameter(torch.zeros(3, 2, dtype=dtype))], curvature="batch")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+def test_integer_parameters(dtype: torch.dtype) -> None:
+    param = nn.Parameter(torch.zeros(3, 2, dtype=dtype), requires_grad=False)
+    with pytest.raises(ValueError, match=re.escape(str(dtype))):
+        ngplus.NGPlus([param], curvature="batch")
+
+
+def test_complex_parameter_of_a_model_is_named() -> None:
+    model = net()
+    model.register_parameter("phase", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
+    with pytest.raises(ValueError, match="phase"):
+        ngplus.NGPlus(model)
+
+
+def test_uninitialized_parameters() -> None:
+    with pytest.raises(ValueError, match=r"[Uu]ninitialized|Lazy"):
+        ngplus.NGPlus(nn.Sequential(nn.LazyLinear(3)))
+
+
+def test_parameter_twice_in_one_group() -> None:
+    weight = nn.Parameter(torch.zeros(3, 2))
+    with pytest.raises(ValueError, match=r"twice|duplicate"):
+        ngplus.NGPlus([weight, weight], curvature="batch")
+
+
+def test_parameter_in_two_groups() -> None:
+    weight = nn.Parameter(torch.zeros(3, 2))
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        ngplus.NGPlus([{"params": [weight]}, {"params": [weight]}], curvature="batch")
+
+
+@pytest.mark.parametrize("kind", ["twice", "known", "complex", "integer", "option"])
+def test_refused_group_leaves_the_optimizer_as_it_was(kind: str) -> None:
+    model = net()
+    optimizer = ngplus.NGPlus(model.parameters(), model=model, **EXACT)
+    new = nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
+    group: dict[str, object] = {
+        "twice": {"params": [new, new]},
+        "known": {"params": [model[0].weight]},
+        "complex": {"params": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]},
+        "integer": {"params": [nn.Parameter(torch.zeros(2, dtype=torch.int32), requires_grad=False)]},
+        "option": {"params": [new], "damping": -1.0},
+    }[kind]
+    with pytest.raises(ValueError, match=r"twice|duplicate|more than one|complex|int32|damping"):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+    x, y = batch()
+    loss_fn(model(x), y).backward()
+    optimizer.step()
+    assert [row.source for row in optimizer.plan()] == ["sample", "sample"]
+
+
+def test_unknown_name_in_curvature() -> None:
+    optimizer = ngplus.NGPlus(net(), **EXACT)
+    with pytest.raises(KeyError, match=r"9\.weight"):
+        optimizer.curvature("9.weight")
+    with pytest.raises(RuntimeError, match=r"0\.weight"):
+        optimizer.curvature("0.weight")  # not before the first step
+
+
+# ------------------------------------------------------------------------------------------------ batches and losses
+
+MODELS = {
+    "linear": (lambda: nn.Linear(4, 3), (4,)),
+    "sequence": (lambda: nn.Linear(4, 3), (5, 4)),
+    "conv": (lambda: nn.Conv1d(4, 3, 2), (4, 5)),
+    "layer norm": (lambda: nn.LayerNorm(4), (4,)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (4, 5)),
+    "unknown": (lambda: nn.PReLU(4), (4,)),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("curvature", ["sample", "momentum"])
+def test_empty_batch(kind: str, curvature: str) -> None:
+    make, shape = MODELS[kind]
+    model = make()
+    optimizer = ngplus.NGPlus(model, **EXACT, curvature=curvature)
+    with Unchanged(model), pytest.raises((ValueError, RuntimeError), match=r"no samples|empty batch"):
+        train(optimizer, lambda: model(torch.zeros(0, *shape)).sum())
+
+
+def test_empty_batch_between_refreshes() -> None:
+    """A mean over nothing is NaN; a sum is a zero gradient, and a zero step."""
+    model = net()
+    optimizer = ngplus.NGPlus(model, **{**EXACT, "update_every": 3})
+    x, y = batch()
+    loss_fn(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with Unchanged(model):
+        (model(x[:0]) - y[:0]).square().sum().backward()
+        optimizer.step()
+
+
+def test_batch_of_one_is_exact() -> None:
+    model = net()
+    x, y = batch(1)
+    (sample,) = reference.per_sample_gradients(model, loss_fn, [(x, y)])
+    optimizer = ngplus.NGPlus(model, **EXACT)
+    expected = {}
+    for layer in ("0", "2"):
+        weight, bias = model.get_parameter(f"{layer}.weight"), model.get_parameter(f"{layer}.bias")
+        gradient = reference.rows(sample[f"{layer}.weight"], sample[f"{layer}.bias"])
+        side = reference.side_of(gradient)
+        curvature = reference.gfim(gradient[None], side)
+        direction = reference.direction(gradient, curvature, side, damping=0.1)
+        expected[layer] = (reference.rows(weight, bias) - 0.5 * direction).detach()
+    loss_fn(model(x), y).backward()
+    optimizer.step()
+    for layer, want in expected.items():
+        got = reference.rows(model.get_parameter(f"{layer}.weight"), model.get_parameter(f"{layer}.bias")).detach()
+        assert reference.relative_error(got, want) < 1e-9
+
+
+def test_loss_that_reaches_no_parameter() -> None:
+    model = net()
+    optimizer = ngplus.NGPlus(model, **EXACT)
+    x, _ = batch()
+    x.requires_grad_()
+    model(x)
+    x.square().mean().backward()
+    with Unchanged(model), pytest.raises(RuntimeError, match="parameter"):
+        optimizer.step()
+
+
+def test_step_without_backward() -> None:
+    model = net()
+    optimizer = ngplus.NGPlus(model, **EXACT)
+    model(batch()[0])
+    with Unchanged(model), pytest.raises(RuntimeError, match=r"backward\(\) was not called"):
+        optimizer.step()
+
+
+def test_step_before_anything_is_a_no_op() -> None:
+    """As with torch's optimizers."""
+    model = net()
+    with Unchanged(model):
+        ngplus.NGPlus(model, **EXACT).step()
+
+
+# ------------------------------------------------------------------------------------------------ hostile gradients
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("curvature", ["sample", "momentum", "batch"])
+@pytest.mark.parametrize("scaling", ["inverse", "adaptive"])
+@pytest.mark.parametrize("later", [False, True], ids=["first step", "between refreshes"])
+def test_gradient_that_is_not_finite(value: float, curvature: str, scaling: str, later: bool) -> None:
+    model = net()
+    options = {**EXACT, "momentum": 0.9, "update_every": 3, "curvature": curvature, "scaling": scaling}
+    optimizer = ngplus.NGPlus(model, **options)
+    x, y = batch()
+    if later:
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss_fn(model(x), y).backward()
+    grad = model[2].weight.grad
+    grad[0, 0] = value
+    count = optimizer.param_groups[0]["step"]
+    state = {key: v.clone() for s in optimizer.state.values() for key, v in s.items() if isinstance(v, Tensor)}
+    with Unchanged(model), pytest.raises(RuntimeError, match=r"2\.weight") as error:
+        optimizer.step()
+    assert "0.weight" not in str(error.value)  # names the culprit, and only it
+    assert optimizer.param_groups[0]["step"] == count
+    after = {key: v for s in optimizer.state.values() for key, v in s.items() if isinstance(v, Tensor)}
+    assert all(torch.equal(after[key], state[key]) for key in state)
+    # And training goes on as if the bad step had not been.
+    optimizer.zero_grad()
+    loss_fn(model(x), y).backward()
+    optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("layer", ["embedding", "bag"])
+def test_sparse_gradient_that_is_not_finite(value: float, layer: str) -> None:
+    make = nn.Embedding if layer == "embedding" else nn.EmbeddingBag
+    model = make(20, 3, sparse=True)
+    optimizer = ngplus.NGPlus(model, **EXACT)
+    model(torch.tensor([[1, 2], [2, 5]])).square().sum().backward()
+    grad = model.weight.grad
+    model.weight.grad = torch.sparse_coo_tensor(grad._indices(), grad._values() * value, grad.shape)
+    with Unchanged(model), pytest.raises(RuntimeError, match="weight"):
+        optimizer.step()
+
+
+def test_overflow_of_a_norm_is_no_error() -> None:
+    """Gradients that are large but finite: their norm may overflow, they do not."""
+    model = nn.Linear(4, 3)
+    optimizer = ngplus.NGPlus(model, **EXACT, curvature="batch")
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 3e38)
+    optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("layer", ["embedding", "bag"])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_weight_decay_with_sparse_gradients(layer: str, decoupled: bool) -> None:
+    make = nn.Embedding if layer == "embedding" else nn.EmbeddingBag
+    model = nn.Sequential(make(20, 3, sparse=True), nn.Linear(3, 2))
+    # The dense layer stands first, so that it would be changed before the error if the check came late.
+    groups = [{"params": list(model[1].parameters())}, {"params": [model[0].weight], "weight_decay": 0.1}]
+    optimizer = ngplus.NGPlus(groups, model=model, **EXACT, decoupled_weight_decay=decoupled)
+    model(torch.tensor([[1, 2], [2, 5]])).square().sum().backward()
+    with Unchanged(model), pytest.raises(RuntimeError, match="weight_decay"):
+        optimizer.step()
+
+
+def test_sketch_without_replacement_larger_than_the_matrix() -> None:
+    model = net()
+    optimizer = ngplus.NGPlus(model, **EXACT, sketch={"size": 1000, "replacement": False})
+    x, y = batch()
+    with Unchanged(model), pytest.raises(ValueError, match=r"sketch size: 1000"):
+        train(optimizer, lambda: loss_fn(model(x), y))
