@@ -469,7 +469,7 @@ def run(case: Case, dtype: torch.dtype, loss_fn: Callable[[Tensor, Tensor], Tens
     grads = ref.per_sample_gradients(copy.deepcopy(model).double(), loss_fn, [_double(s) for s in one_by_one])
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = ngplus.NGPlus(
-        model, lr=0.5, momentum=0.0, damping=LAMBDA, scaling="inverse", graft=None, **{**case.options, **options}
+        model, lr=0.5, momentum=0.0, damping=LAMBDA, scaling="inverse", **{**case.options, **options}
     )
     loss_fn(model(*inputs), target).backward()
     optimizer.step()
@@ -543,7 +543,7 @@ def test_batch_norm_in_training(kind: type[nn.Module], shape: tuple[int, ...]) -
     parts = batch_gradient_parts(copy.deepcopy(model), x, target)
     running = model.running_mean.clone()
     stack = torch.stack([parts["weight"], parts["bias"]], dim=-1)[:, None]
-    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, scaling="inverse", graft=None)
+    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, scaling="inverse")
     before = ref.columns(model.weight.detach().clone(), model.bias.detach().clone())
     squared(model(x), target).backward()
     optimizer.step()
@@ -568,7 +568,7 @@ def test_embedding_scaled_by_frequency() -> None:
     for i in range(5):
         for p in range(4):
             stack[i, 0, x[i, p]] += 5 * grad[i, p] / counts[x[i, p]]
-    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, scaling="inverse", graft=None)
+    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, scaling="inverse")
     before = model.weight.detach().clone()
     squared(model(x), target).backward()
     assert ref.relative_error(stack.mean(0)[0], model.weight.grad) < 1e-12
@@ -596,7 +596,7 @@ def test_token_averaged_loss() -> None:
             {n: 4 * g for n, g in zip(("w", "b"), torch.autograd.grad(own, list(one[1].parameters())), strict=True)}
         )
     stack = torch.stack([ref.rows(p["w"], p["b"]) for p in parts])
-    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, scaling="inverse", graft=None)
+    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, scaling="inverse")
     before = ref.rows(model[1].weight.detach().clone(), model[1].bias.detach().clone())
     loss_fn(model(x), labels).backward()
     optimizer.step()
@@ -629,7 +629,7 @@ def test_only_the_bias_is_trained() -> None:
     grads = ref.per_sample_gradients(model, squared, [(x[i : i + 1], target[i : i + 1]) for i in range(5)])
     stack = torch.stack([ref.columns(g["bias"]) for g in grads])
     frozen, before = model.weight.clone(), model.bias.detach().clone()
-    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, scaling="inverse", graft=None)
+    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, scaling="inverse")
     squared(model(x), target).backward()
     optimizer.step()
     # g / (lambda + R), with R a number
@@ -658,9 +658,7 @@ def test_recurrent_layers_fall_back_with_one_warning() -> None:
 
     model = Recurrent().double()
     x, target = torch.randn(5, 6, 3, dtype=torch.float64), torch.rand(5, 1, dtype=torch.float64)
-    optimizer = ngplus.NGPlus(
-        model, lr=1.0, momentum=0.0, damping=LAMBDA, update_every=1, scaling="inverse", graft=None
-    )
+    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, update_every=1, scaling="inverse")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import ngplus
 
 LAMBDA = 0.2
-PAPER: dict[str, Any] = {"scaling": "inverse", "graft": None, "momentum": 0.0, "damping": LAMBDA}
+PAPER: dict[str, Any] = {"scaling": "inverse", "momentum": 0.0, "damping": LAMBDA}
 
 
 @pytest.fixture(autouse=True)
@@ -449,7 +449,7 @@ def test_adaptive_scaling_of_a_vector_is_adam() -> None:
             return torch.tanh(x + self.v)
 
     ours, theirs = Shift(), Shift()
-    first = ngplus.NGPlus(ours, lr=0.1, scaling="adaptive", momentum=0.9, beta2=0.99, graft=None)
+    first = ngplus.NGPlus(ours, lr=0.1, scaling="adaptive", momentum=0.9, beta2=0.99)
     second = torch.optim.Adam(theirs.parameters(), lr=0.1, betas=(0.9, 0.99))
     for _ in range(5):
         x = torch.randn(6, 4)

@@ -212,7 +212,7 @@ class PlainNGPlus:
 def test_training_with_random_options(case: tuple[nn.Module, Tensor], options: dict[str, Any]) -> None:
     model, x = case
     plain = PlainNGPlus(copy.deepcopy(model), options)
-    optimizer = ngplus.NGPlus(model, scaling="inverse", graft=None, **options)
+    optimizer = ngplus.NGPlus(model, scaling="inverse", **options)
     for _ in range(3):
         target = torch.rand(len(x), 1, dtype=torch.float64)
         optimizer.zero_grad()

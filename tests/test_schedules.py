@@ -177,7 +177,7 @@ def test_the_direction_follows_the_schedule(owner: str) -> None:
     def directions(damping: float, epoch: float | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
-        options = {"damping": damping, "update_every": 1, "graft": None, "momentum": 0.0}
+        options = {"damping": damping, "update_every": 1, "scaling": "inverse", "momentum": 0.0}
         if owner == "NGPlus":
             optimizer: Any = ngplus.NGPlus(model, lr=1.0, **options)
         else:

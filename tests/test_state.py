@@ -120,7 +120,7 @@ def combinations() -> list[Any]:
 
 def assert_goes_on(options: dict[str, Any], before: int, carry: Any, dtype: torch.dtype = torch.float32) -> None:
     """``before`` steps, the state carried over into a new model and optimizer, then both make the same steps."""
-    options = {"lr": 1e-3, "update_every": T, **options}
+    options = {"lr": 1e-3, "update_every": T, "scaling": "inverse", "graft": "sgd", **options}
     model = small_net(dtype=dtype)
     optimizer = NGPlus(model, **options)
     train(model, optimizer, range(before))
@@ -220,14 +220,15 @@ class BesideItsModule(nn.Module):
         return self.layer(x)[:, :3] + 2 * F.linear(x.flip(0), self.layer.weight)[:, :3]
 
 
-def test_a_fall_back_to_mini_batch_curvature_survives_the_round_trip() -> None:
+@pytest.mark.parametrize("scaling", ["inverse", "adaptive"])
+def test_a_fall_back_to_mini_batch_curvature_survives_the_round_trip(scaling: str) -> None:
     torch.manual_seed(0)
     model = BesideItsModule()
-    optimizer = NGPlus(model, lr=1e-3, update_every=T)
+    optimizer = NGPlus(model, lr=1e-3, update_every=T, scaling=scaling)
     with pytest.warns(UserWarning, match="No per-sample curvature"):
         train(model, optimizer, range(T + 1))
     other = copy.deepcopy(model)
-    restored = NGPlus(other, lr=1e-3, update_every=T)
+    restored = NGPlus(other, lr=1e-3, update_every=T, scaling=scaling)
     restored.load_state_dict(through_file(optimizer.state_dict()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # to name the parameter again is fine
@@ -445,7 +446,7 @@ def test_a_copied_model_can_have_an_optimizer_of_its_own() -> None:
     assert_same(twin, model)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3], ids=lambda n: f"after {n} steps")
+@pytest.mark.parametrize("steps", [0, 3], ids=lambda n: f"after {n} steps")
 @pytest.mark.parametrize("curvature", ["sample", "momentum", "batch"])
 def test_deleting_the_optimizer_removes_its_hooks_and_frees_the_model(curvature: str, steps: int) -> None:
     model = small_net()

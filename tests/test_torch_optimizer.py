@@ -51,8 +51,9 @@ def optim_inputs(device: Any, dtype: Any = None) -> list[OptimizerInput]:
             for graft in (None, "sgd", "adam"):
                 kwargs = {"lr": 1e-3, "curvature": curvature, "scaling": scaling, "graft": graft, "update_every": 2}
                 inputs.append(OptimizerInput(None, kwargs, f"{curvature} {scaling} {graft}"))
+    inputs.append(OptimizerInput(None, {}, "default"))
+    plain = {"lr": 0.01, "scaling": "inverse", "graft": "sgd"}
     for desc, more in {
-        "default": {},
         "tensor lr": {"lr": torch.tensor(0.01)},
         "tensor lr adaptive": {"lr": torch.tensor([0.001]), "scaling": "adaptive"},
         "weight_decay": {"weight_decay": 0.1},
@@ -66,7 +67,7 @@ def optim_inputs(device: Any, dtype: Any = None) -> list[OptimizerInput]:
         "woodbury": {"solver": "woodbury", "block_size": 3},
         "sketched": {"solver": "sketched", "samples": 3},
     }.items():
-        inputs.append(OptimizerInput(None, more, desc))
+        inputs.append(OptimizerInput(None, {**plain, **more}, desc))
     return inputs
 
 
@@ -114,8 +115,8 @@ def error_inputs(device: Any, dtype: Any) -> list[ErrorOptimizerInput]:
     wrong("Nesterov", nesterov=True, momentum=0.0)
     wrong("momentum", scaling="adaptive", momentum=1.0)
     wrong("solver='woodbury'", solver="woodbury", scaling="adaptive", curvature="sample", model=nn.Linear(1, 1))
-    wrong("solver='sketched'", solver="sketched")
-    wrong("damping", solver="woodbury", damping=0.0, curvature="sample", model=nn.Linear(1, 1))
+    wrong("solver='sketched'", solver="sketched", scaling="inverse")
+    wrong("damping", solver="woodbury", scaling="inverse", damping=0.0, curvature="sample", model=nn.Linear(1, 1))
     for curvature in ("sample", "momentum"):
         wrong("model=", curvature=curvature)
     wrong("two models", nn.Linear(1, 1), model=nn.Linear(1, 1))
@@ -155,6 +156,11 @@ def build(optim_input: OptimizerInput, params: Any, **changes: Any) -> NGPlus:
     if isinstance(params, nn.Module) and kwargs.get("curvature") == "batch" and "model" not in kwargs:
         params = params.parameters()
     return NGPlus(params, **kwargs)
+
+
+@torch.no_grad()
+def loss_now(model: nn.Module) -> float:
+    return float(loss_of(model))
 
 
 def copies(tensors: Any) -> list[Tensor]:
@@ -213,19 +219,19 @@ def test_a_step_that_sees_bad_input_changes_nothing_and_can_be_made_again(
 def test_goes_in_the_right_direction(optim_input: OptimizerInput) -> None:
     model = small_net()
     optimizer = build(optim_input, model)
-    before = float(loss_of(model))
+    before = loss_now(model)
     train(model, optimizer, [0] * 10)
-    fell = float(loss_of(model)) < before
+    fell = loss_now(model) < before
     assert fell != optim_input.kwargs.get("maximize", False)
 
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=["0-D", "1-D"])
 @every_curvature
 def test_a_tensor_lr_steps_like_its_number(optim_input: OptimizerInput, shape: tuple[int, ...]) -> None:
-    model, other = small_net(), small_net()
+    model, other = (small_net(dtype=torch.float64) for _ in range(2))
     decay = {"weight_decay": 0.1, "decoupled_weight_decay": True}
-    train(model, build(optim_input, model, lr=0.01, **decay), range(3))
-    train(other, build(optim_input, other, lr=torch.full(shape, 0.01), **decay), range(3))
+    train(model, build(optim_input, model, lr=1 / 128, **decay), range(2))
+    train(other, build(optim_input, other, lr=torch.full(shape, 1 / 128), **decay), range(2))
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(q, p)
 
@@ -334,22 +340,22 @@ def test_parameters_of_any_shape(optim_input: OptimizerInput, shape: tuple[int, 
     def loss() -> Tensor:
         return sum((p - 5).square().sum() for p in model)
 
-    before = [float((p - 5).square().sum()) for p in model]
+    before = [float((p.detach() - 5).square().sum()) for p in model]
     for _ in range(5):
         optimizer.zero_grad()
         loss().backward()
         optimizer.step()
     for p, start in zip(model, before, strict=True):
         assert p.isfinite().all()
-        assert p.numel() == 0 or float((p - 5).square().sum()) < start
+        assert p.numel() == 0 or float((p.detach() - 5).square().sum()) < start
 
 
 @every_input
 def test_non_contiguous_parameters_step_like_contiguous_ones(optim_input: OptimizerInput) -> None:
-    model, other = small_net(), small_net()
+    model, other = (small_net(dtype=torch.float64) for _ in range(2))  # "adaptive" enlarges the last bits of float32
     for module in other.modules():
         for name, p in module.named_parameters(recurse=False):
-            spread = torch.empty(*p.shape, 2).copy_(p.detach()[..., None].expand(*p.shape, 2))[..., 0]
+            spread = p.new_empty(*p.shape, 2).copy_(p.detach()[..., None].expand(*p.shape, 2))[..., 0]
             assert not spread.is_contiguous()
             setattr(module, name, nn.Parameter(spread))
     train(model, build(optim_input, model), range(3))
@@ -429,21 +435,21 @@ def test_param_groups_weight_decay(optim_input: OptimizerInput, decoupled: bool)
 
 
 @pytest.mark.parametrize("tensor_lr", [False, True], ids=["number", "tensor"])
-@pytest.mark.parametrize("schedulers", info.scheduler_inputs, ids=range(len(info.scheduler_inputs)))
-@every_curvature
+@pytest.mark.parametrize("schedulers", info.scheduler_inputs, ids=["step", "plateau", "warm-up", "polynomial"])
+@pytest.mark.parametrize("optim_input", BASIC[::5], ids=lambda optim_input: optim_input.desc)
 def test_lr_schedulers(optim_input: OptimizerInput, schedulers: list[Any], tensor_lr: bool) -> None:
     model = small_net()
     groups = [{"params": model[:3].parameters()}, {"params": model[3:].parameters(), "lr": 5e-4}]
     optimizer = build(optim_input, groups, model=model, lr=torch.tensor(1e-3) if tensor_lr else 1e-3)
     running = [scheduler(optimizer) for scheduler in schedulers]
-    before = float(loss_of(model))
+    before = loss_now(model)
     rates = []
     for _ in range(6):
         train(model, optimizer, [0])
         for scheduler in running:
-            scheduler.step(*([loss_of(model)] if isinstance(scheduler, ReduceLROnPlateau) else []))
+            scheduler.step(*([loss_now(model)] if isinstance(scheduler, ReduceLROnPlateau) else []))
         rates.append([float(group["lr"]) for group in optimizer.param_groups])
-    assert float(loss_of(model)) < before
+    assert loss_now(model) < before
     assert rates[0] != rates[-1]
     for first, second in rates:
         assert second == pytest.approx(first / 2)
@@ -588,7 +594,7 @@ def test_state_dict_hooks() -> None:
     "duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
 )
 @pytest.mark.parametrize("steps", [0, 3])
-@every_input
+@every_curvature
 def test_a_copied_model_and_optimizer_go_on_alike(optim_input: OptimizerInput, steps: int, duplicate: Any) -> None:
     model = small_net()
     optimizer = build(optim_input, model)

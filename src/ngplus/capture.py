@@ -1,17 +1,22 @@
 """Capture: watches the model on refresh steps, and hands each layer's factors on during backward.
 
 A forward hook on each watched module puts a tensor hook on the module's output. When the output's gradient arrives, the
-layer's rule turns it, with the saved input, into factors; once all uses of a matrix in this pass are in, they are
-joined, handed to the sink and forgotten. Unless a matrix is armed, a hook returns at once.
+layer's rule turns it, with the saved input, into factors. Once all uses of a matrix in a call of the model are in, they
+are joined, handed to the sink and forgotten. Unless a matrix is armed, a hook returns at once.
 
 Why so: full backward hooks break on in-place activations and on modules called several times. The input is kept by an
 autograd node's own saved tensors, so that activation checkpointing and saved-tensor hooks treat it as any activation.
+
+What belongs together: all uses of a matrix in one call of the model, and in calls that take part in one backward pass,
+see the same samples. Calls with backward passes of their own are micro-batches. A backward pass that retains its graph
+may be followed by another one for the same samples, so its gradients are kept, and added up, until the step.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,9 +24,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
-from ngplus.fisher import Factors, join, widen
+from ngplus.factors import Factors, join, widen
 from ngplus.layers import Batch, Watcher
-from ngplus.layers.rule import no_mixed_precision
+from ngplus.layers.rule import NotPerSample, no_mixed_precision
 from ngplus.matrices import ParameterMatrix, Use
 
 Sink = Callable[[ParameterMatrix, Factors], None]
@@ -46,9 +51,7 @@ class _Hook:
     """A hook that works for its capture only: in a copied or unpickled module, and once the capture is gone, it does
     nothing. (A module that is being called may still hold hooks that have just been removed.)"""
 
-    def __init__(
-        self, capture: weakref.ref[Capture] | None = None, function: Callable[..., Any] | None = None
-    ) -> None:
+    def __init__(self, capture: weakref.ref[Capture] | None = None, function: Callable[..., Any] | None = None) -> None:
         self.capture, self.function = capture, function
 
     def __call__(self, *args: Any) -> Any:
@@ -63,36 +66,117 @@ class _Hook:
         return _Hook, ()
 
 
-class Capture:
-    """Watches the uses of a model's matrices. ``sink`` is called, under no_grad, with each matrix's joined factors."""
+class _Call:
+    """A call of the model: how many samples it had, and which uses of each matrix are still to come."""
 
-    def __init__(self, model: nn.Module, uses: list[Use], sink: Sink, batch_dim: BatchDims = 0) -> None:
+    def __init__(self) -> None:
+        self.batch_size: int | None = None
+        self.waiting: Counter[int] = Counter()  # recorded, gradient not here yet
+        self.hidden: Counter[int] = Counter()  # made under no_grad: reentrant checkpointing makes them again
+        self.retained = False
+        self.partner: _Call | None = None  # a call that took part in the same backward pass
+
+    def unfinished(self, matrix: ParameterMatrix) -> bool:
+        return self.waiting[id(matrix)] + self.hidden[id(matrix)] > 0
+
+    @property
+    def first(self) -> _Call:
+        return self if self.partner is None else self.partner.first
+
+
+class _Slot:
+    """One use in one call, waiting for its gradient."""
+
+    def __init__(self, use: Use, call: _Call, build: Build, held: Any, shape: torch.Size, dim: int | None) -> None:
+        self.use, self.call, self.build, self.held, self.shape, self.dim = use, call, build, held, shape, dim
+        self.grad: Tensor | None = None
+
+    def factors(self) -> Factors | None:
+        assert self.grad is not None
+        matrix, batch = self.use.matrix, Batch(self.dim, self.call.batch_size)
+        if self.grad.numel() == 0:
+            if batch.size == 0:
+                raise ValueError(f"The batch that reached {matrix.name!r} has no samples")
+            return None  # a layer that got none of the samples, such as an expert without tokens
+        try:
+            saved = self.held.saved_tensors  # may run a checkpointed forward again, hooks and all
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise NotPerSample("the input of its module was changed in place") from error
+        built = self.build(saved, self.grad.reshape(self.shape), self.use.active, batch)
+        return widen(built, self.use.columns, matrix.layout.cols)
+
+
+class Capture:
+    """Watches the uses of a model's matrices. ``sink`` is called, under no_grad, with each matrix's joined factors;
+    ``on_forward`` before and ``on_backward`` after each pass over the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        uses: list[Use],
+        sink: Sink,
+        batch_dim: BatchDims = 0,
+        on_forward: Callable[[], None] | None = None,
+        on_backward: Callable[[], None] | None = None,
+    ) -> None:
         self._model = weakref.ref(model)
-        self._sink = sink
-        self._batch_size: int | None = None
+        self._sink, self._on_forward, self._on_backward = sink, on_forward, on_backward
         self._dims = batch_dims(model, batch_dim)
         self._root_dim = self._dims.get(model, 0)
         self._matrices = list({id(use.matrix): use.matrix for use in uses}.values())
-        self._task = -1
-        self._busy = False
         self.forward_seen = False
         self.in_eval = False  # record in eval mode, too: for study, never in training
+        self._depth = 0
+        self._call: _Call | None = None
+        self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
+        self._task = -1  # the outermost backward pass under way
+        self._task_call: _Call | None = None
+        self._ready: dict[int, list[tuple[_Call, Factors]]] = {}
+        self._kept: list[_Slot] = []
         self._handles: list[Any] = []
         by_rule: dict[tuple[int, int], dict[int, Use]] = {}
         for use in uses:
             by_rule.setdefault((id(use.module), id(use.rule)), {})[use.spec] = use
+        this = weakref.ref(self)
         for group in by_rule.values():
             use = next(iter(group.values()))
-            self._handles += use.rule.watch(use.module, _ModuleWatcher(weakref.ref(self), group))
-        this = weakref.ref(self)
+            self._handles += use.rule.watch(use.module, _ModuleWatcher(this, group))
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            capture = this()
-            if capture is not None:
+            if (capture := this()) is not None:
                 capture._before_forward((args, kwargs))
 
-        self._handles.append(model.register_forward_pre_hook(_Hook(this, before), with_kwargs=True))
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if (capture := this()) is not None:
+                capture._after_forward(output)
+
+        self._handles += [
+            model.register_forward_pre_hook(_Hook(this, before), with_kwargs=True, prepend=True),
+            model.register_forward_hook(_Hook(this, after), always_call=True),
+        ]
         self._finalizer = weakref.finalize(self, _remove, self._handles)
+
+    def run_eagerly(self, compiled: nn.Module) -> None:
+        """Calls of the compiled model run without compilation where a matrix is armed: hooks must see their tensors."""
+        this = weakref.ref(self)
+        stances: list[Any] = []
+
+        def before(module: nn.Module, args: Any) -> None:
+            capture = this()
+            eager = capture is not None and any(matrix.armed for matrix in capture._matrices)
+            stances.append(torch.compiler.set_stance("force_eager") if eager else None)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            stance = stances.pop() if stances else None
+            if stance is not None:
+                stance.__exit__(None, None, None)
+
+        self._handles += [
+            compiled.register_forward_pre_hook(_Hook(this, before)),
+            compiled.register_forward_hook(_Hook(this, after), always_call=True),
+        ]
 
     def remove(self) -> None:
         """Takes all hooks off the model."""
@@ -100,88 +184,201 @@ class Capture:
 
     def discard(self) -> None:
         """Forgets what has arrived; the gradients of a forward pass already made may still come."""
-        for matrix in self._matrices:
-            matrix.arrived = []
+        self._ready.clear()
+        self._kept.clear()
 
     def flush(self) -> None:
-        """Hands on what is still held back for uses that did not take part in the loss."""
+        """Hands on all that has arrived: at the step, or for study."""
+        kept, self._kept = self._kept, []
+        for slot in kept:
+            self._make_ready(slot)
         for matrix in self._matrices:
             self._flush(matrix)
 
+    # ------------------------------------------------------------------------------------------ forward
+
     def _before_forward(self, inputs: Any) -> None:
-        if not torch.is_grad_enabled() or self._busy:
+        if not torch.is_grad_enabled() or _functional():
+            return
+        self._depth += 1
+        if self._depth > 1 or torch._C._current_graph_task_id() != -1:
             return
         self.forward_seen = True
+        self._task = -1
         for matrix in self._matrices:
             if matrix.update_layout():
                 matrix.armed = True
-        tensors = (x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor) and x.dim() > (self._root_dim or 0))
-        first = next(tensors, None)
-        self._batch_size = None if first is None or self._root_dim is None else first.shape[self._root_dim]
+        if self._on_forward is not None:
+            self._on_forward()
+        self._call = self._new_call()
+        self._sizes = Counter(size for size, _ in self._leading(inputs))
+        # Until the output is known: the most common first dimension, of the tensor with the most dimensions.
+        ranked = sorted(self._leading(inputs), key=lambda s: (-self._sizes[s[0]], -s[1]))
+        self._call.batch_size = ranked[0][0] if ranked else None
+
+    def _after_forward(self, output: Any) -> None:
+        if self._depth == 0 or not torch.is_grad_enabled() or _functional():
+            return
+        self._depth -= 1
+        if self._depth or self._call is None:
+            return
+        votes = Counter(self._sizes)
+        for size, _ in self._leading(output):
+            votes[size] += 2  # a mask or a table of positions comes in, but it does not come out
+        first = self._call.batch_size
+        self._call.batch_size = max(votes, key=lambda s: (votes[s], s == first)) if votes else None
+        self._call = None
+
+    def _leading(self, tree: Any) -> Iterator[tuple[int, int]]:
+        """The sizes of the batch dimension that a tree of tensors may have, with their numbers of dimensions."""
+        dim = self._root_dim
+        for x in pytree.tree_leaves(_plain(tree)):
+            if dim is not None and isinstance(x, Tensor) and x.dim() > dim:
+                yield x.shape[dim], x.dim()
+
+    def _new_call(self) -> _Call:
+        call = _Call()
+        self._calls.add(call)
+        return call
+
+    def _present_call(self) -> _Call:
+        """The call that a module's forward belongs to."""
+        if self._call is not None:
+            return self._call
+        if torch._C._current_graph_task_id() != -1:  # checkpointing makes a forward again, during backward
+            if self._task_call is not None:
+                return self._task_call
+            open_calls = [call for call in self._calls if sum(call.waiting.values()) + sum(call.hidden.values())]
+            if open_calls:
+                return open_calls[-1]
+        return self._new_call()  # a part of the model was called by itself
 
     def recording(self, matrix: ParameterMatrix) -> bool:
+        if not matrix.armed or matrix.source == "batch" or not any(matrix.active):
+            return False
         model = self._model()
-        return (
-            matrix.armed
-            and not self._busy
-            and torch.is_grad_enabled()
-            and matrix.source != "batch"
-            and any(matrix.active)
-            and (model is None or model.training or self.in_eval)
-        )
+        if model is not None and not (model.training or self.in_eval):
+            return False
+        if torch.is_grad_enabled():
+            return not _functional()
+        if self._call is not None and torch._C._current_graph_task_id() == -1:
+            self._call.hidden[id(matrix)] += 1
+        return False
 
     def batch(self, use: Use) -> Batch:
-        return Batch(self._dims.get(use.module, 0), self._batch_size)
+        return Batch(self._dims.get(use.module, 0), None if self._call is None else self._call.batch_size)
 
     def record(self, use: Use, output: Tensor, inputs: tuple[Tensor | None, ...], build: Build) -> None:
         """Waits for the gradient of ``output`` to build the factors of this use."""
         if not output.requires_grad or not any(use.active):
             return
-        matrix, batch = use.matrix, self.batch(use)
+        matrix, call = use.matrix, self._present_call()
         anchor = torch.zeros((), requires_grad=True)
         saved = [None if x is None else x.detach() for x in inputs]
         held = _Saved.apply(anchor, *saved).grad_fn  # type: ignore[no-untyped-call]
-        if matrix.outstanding and torch._C._current_graph_task_id() != -1:
-            return  # activation checkpointing runs the forward again; the first run waits already
-        matrix.outstanding += 1
-        this, shape = weakref.ref(self), output.shape
+        if torch._C._current_graph_task_id() != -1:
+            self._enter_backward()
+            if call.hidden[id(matrix)] > 0:
+                call.hidden[id(matrix)] -= 1
+            elif call.waiting[id(matrix)]:
+                return  # checkpointing without reentry runs the forward again; the first run waits already
+        call.waiting[id(matrix)] += 1
+        slot = _Slot(use, call, build, held, output.shape, self._dims.get(use.module, 0))
+        this = weakref.ref(self)
 
         def arrive(grad: Tensor) -> None:
             capture = this()
-            if capture is None or not matrix.armed:
-                return
-            with torch.no_grad(), no_mixed_precision(grad.device):
-                saved = held.saved_tensors  # may run a checkpointed forward again, hooks and all
-                try:
-                    capture._busy = True
-                    factors = build(saved, grad.detach().reshape(shape), use.active, batch)
-                except Exception as error:
-                    if matrix.source != "vmap":
-                        raise
-                    matrix.fall_back(f"vmap does not apply: {str(error).splitlines()[0]}")
-                    return
-                finally:
-                    capture._busy = False
-                capture._arrive(matrix, widen(factors, use.columns, matrix.layout.cols))
+            if capture is not None and matrix.armed and _reaches(matrix):
+                capture._arrive(slot, grad)
 
         _hook_target(output).register_hook(arrive)
 
-    def _arrive(self, matrix: ParameterMatrix, factors: Factors) -> None:
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            this = weakref.ref(self)
-            Variable._execution_engine.queue_callback(lambda: _end_of_backward(this))
-        matrix.arrived.append(factors)
-        matrix.outstanding -= 1
-        if matrix.outstanding <= 0:
+    # ------------------------------------------------------------------------------------------ backward
+
+    def _arrive(self, slot: _Slot, grad: Tensor) -> None:
+        self._enter_backward()
+        call, matrix = slot.call, slot.use.matrix
+        if slot.grad is None:
+            call.waiting[id(matrix)] -= 1
+        if self._task_call is None:
+            self._task_call = call
+        elif call.first is not self._task_call.first:
+            call.first.partner = self._task_call.first
+        grad = grad.detach()
+        call.retained = call.retained or torch._C._autograd._get_current_graph_task_keep_graph()
+        if call.retained:
+            if slot.grad is None:
+                self._kept.append(slot)
+            slot.grad = grad if slot.grad is None else slot.grad + grad
+            return
+        slot.grad = grad
+        self._make_ready(slot)
+        if not any(other.unfinished(matrix) for other in self._calls):
             self._flush(matrix)
 
+    def _make_ready(self, slot: _Slot) -> None:
+        matrix, call = slot.use.matrix, slot.call
+        assert slot.grad is not None
+        with torch.no_grad(), no_mixed_precision(slot.grad.device):
+            try:
+                factors = slot.factors()
+            except NotPerSample as reason:
+                matrix.fall_back(str(reason))
+                self._ready.pop(id(matrix), None)
+                return
+            finally:
+                slot.grad = None
+        if factors is not None:
+            self._ready.setdefault(id(matrix), []).append((call, factors))
+
     def _flush(self, matrix: ParameterMatrix) -> None:
-        arrived, matrix.arrived, matrix.outstanding = matrix.arrived, [], 0
+        together: dict[_Call, list[Factors]] = {}
+        for call, factors in self._ready.pop(id(matrix), []):
+            together.setdefault(call.first, []).append(factors)
         with torch.no_grad():
-            for factors in join(arrived):
-                self._sink(matrix, factors)
+            for uses in together.values():
+                for factors in join(uses):
+                    self._sink(matrix, factors)
+
+    def _enter_backward(self) -> None:
+        """Once for each outermost pass: what it brings is handed on at its end."""
+        if self._task == -1:
+            self._task = torch._C._current_graph_task_id()
+            this = weakref.ref(self)
+            Variable._execution_engine.queue_callback(lambda: _end_of_backward(this))
+
+    def _leave_backward(self) -> None:
+        """Uses that this pass did not reach are not waited for: the next pass brings other samples."""
+        self._task, self._task_call = -1, None
+        for matrix in self._matrices:
+            self._flush(matrix)
+        if self._on_backward is not None:
+            with torch.no_grad():
+                self._on_backward()
+
+
+def _end_of_backward(capture: weakref.ref[Capture]) -> None:
+    if (this := capture()) is not None:
+        this._leave_backward()
+
+
+def _functional() -> bool:
+    """Is this a call by torch.func (the vmap fallback makes such calls) or by a tracer, and no training?"""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing()
+
+
+def _reaches(matrix: ParameterMatrix) -> bool:
+    """Does this backward pass go on to the matrix's parameters, or only to an input whose gradient is asked for?"""
+    for param in matrix.active_params:
+        with torch.enable_grad():
+            view = param.expand_as(param).grad_fn
+        leaf = None if view is None else view.next_functions[0][0]
+        try:
+            if leaf is None or torch._C._will_engine_execute_node(leaf):
+                return True
+        except RuntimeError:  # autograd.grad for this parameter itself
+            return True
+    return False
 
 
 def _hook_target(output: Tensor) -> Tensor:
@@ -196,12 +393,9 @@ def _hook_target(output: Tensor) -> Tensor:
     return base if base.requires_grad else output
 
 
-def _end_of_backward(capture: weakref.ref[Capture]) -> None:
-    """Uses that this pass did not reach are not waited for: the next pass brings other samples."""
-    this = capture()
-    if this is not None:
-        this._task = -1
-        this.flush()
+def _plain(tree: Any) -> Any:
+    """Containers that pytree does not open, such as the outputs of transformers, as dicts."""
+    return dict(tree) if isinstance(tree, Mapping) else tree
 
 
 def _remove(handles: list[Any]) -> None:
@@ -223,10 +417,14 @@ class _ModuleWatcher(Watcher):
         capture, use = self._capture(), self._uses.get(matrix)
         return capture is not None and use is not None and capture.recording(use.matrix)
 
+    def refuse(self, matrix: int, reason: str) -> None:
+        if matrix in self._uses:
+            self._uses[matrix].matrix.fall_back(reason)
+
     def record(self, matrix: int, output: Tensor, inputs: tuple[Tensor | None, ...], build: Build) -> None:
-        capture = self._capture()
-        if capture is not None and self.recording(matrix):
-            capture.record(self._uses[matrix], output, inputs, build)
+        capture, use = self._capture(), self._uses.get(matrix)
+        if capture is not None and use is not None and use.matrix.armed and use.matrix.source != "batch":
+            capture.record(use, output, inputs, build)
 
     def forward_hook(self, matrix: int) -> Callable[..., Any]:
         use = self._uses[matrix]
@@ -235,10 +433,16 @@ class _ModuleWatcher(Watcher):
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
             if not parameters.armed:  # the common case, first and cheap
                 return None
+            return watch(module, args, kwargs, output)
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def watch(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
             capture = self._capture()
             if capture is None or not capture.recording(parameters):
                 return None
             inputs = rule.inputs(module, args, kwargs)
+            if not (use.active[0] or rule.bias_needs_input):
+                inputs = (None,) * len(inputs)  # torch keeps no input for a bias either
             adapted = rule.adapt(module, inputs, output, capture.batch(use))
 
             def build(
@@ -258,19 +462,20 @@ def batch_dims(model: nn.Module, batch_dim: BatchDims) -> dict[nn.Module, int | 
     A number is for the whole model; a mapping gives module names, each for the module and all below it, and None for
     a module that has no batch dimension.
     """
-    if not isinstance(batch_dim, Mapping):
-        if batch_dim != 0:
-            return dict.fromkeys(model.modules(), batch_dim)
-        batch_dim = {}
+    by_name = dict(batch_dim) if isinstance(batch_dim, Mapping) else {"": batch_dim}
+    for name, dim in by_name.items():
+        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int) or dim < 0):
+            raise ValueError(f"Invalid batch_dim{f' of {name!r}' if name else ''}: {dim!r} (a dimension, or None)")
     dims: dict[nn.Module, int | None] = {}
     for module in model.modules():
         if _batch_second(module):
             dims.update(dict.fromkeys(module.modules(), 1))
-    names = dict(model.named_modules())
-    for name, dim in batch_dim.items():
-        if name not in names:
+    modules = dict(model.named_modules())
+    for name, dim in by_name.items():
+        if name not in modules:
             raise ValueError(f"Invalid batch_dim: the model has no module {name!r}")
-        dims.update(dict.fromkeys(names[name].modules(), dim))
+        if name or dim != 0:  # 0 for the whole model is the default, which leaves the Transformers their own
+            dims.update(dict.fromkeys(modules[name].modules(), dim))
     return dims
 
 

@@ -28,17 +28,22 @@ from torch import Tensor
 
 from ngplus import fisher, solve
 from ngplus.blocks import Cut
-from ngplus.fisher import Factors
+from ngplus.factors import Factors
 from ngplus.matrices import ParameterMatrix
 from ngplus.sketch import Sketch, SketchSpec
 
 State = dict[str, Any]
 Group = dict[str, Any]
 
+NOISE = 100.0  # a second moment below this many roundings of the layer's mean one is noise
 RELATIVE_AUTO = 0.1  # damping="auto" is relative damping with this coefficient
 DAMPING_FLOOR = 1e-30  # relative damping of a zero matrix
 # State that load_state_dict must not cast to the parameter's dtype.
-KEPT_WIDE = ("curvature", "inverse", "factor", "core", "basis", "spectrum", "exp_avg", "exp_avg_sq", "damping")
+KEPT_WIDE = (
+    *("curvature", "inverse", "factor", "core", "damping"),
+    *("basis", "spectrum", "exp_avg", "exp_avg_sq"),
+    *("graft_exp_avg", "graft_exp_avg_sq"),
+)
 
 
 @dataclass
@@ -50,6 +55,13 @@ class Gathered:
     samples: int = 0  # samples in the batch, all micro-batches together
     used: int = 0  # those of them in S_k
     gradient: Tensor | None = None  # sum_i G_i, kept on the first refresh only, to check that nothing was missed
+    coarse: bool = False  # some of the factors were of 16 bits
+
+    def length(self) -> Tensor:
+        """A bound on |sum_i G_i|, which may be the small difference of large parts: sqrt(N sum_i |G_i|^2)."""
+        traces = [m.diagonal(dim1=-2, dim2=-1).sum() for m in self.total or []]
+        traces += [root.square().sum() for roots in self.roots for root in roots]
+        return (self.samples * torch.stack(traces).sum()).sqrt()
 
 
 def gather(
@@ -63,6 +75,7 @@ def gather(
     gathered.samples += factors.samples
     gathered.used += factors.samples if index is None else len(index)
     if check:
+        gathered.coarse = gathered.coarse or factors.coarse
         total = factors.total(matrix.dtype)
         gathered.gradient = total if gathered.gradient is None else gathered.gradient + total
     if _keeps_root(factors, side, cut, group):
@@ -72,9 +85,11 @@ def gather(
     spec = SketchSpec.parse(group["sketch"])
 
     def sketch(size: int) -> Sketch | None:
-        return None if spec is None or group["solver"] == "sketched" else Sketch(spec, size, seed)
+        """Omega for the other dimension; one that would not make it shorter is the exact product."""
+        return None if spec is None or spec.size >= size else Sketch(spec, size, seed)
 
-    matrix.form = fisher.choose_form(factors, side, factors.curved_and_other(side)[1], cut.size)
+    other = factors.curved_and_other(side)[1]
+    matrix.form = fisher.choose_form(factors, side, other if spec is None else min(other, spec.size), cut.size)
     products = fisher.gfim_sum(factors, side, cut, sketch=sketch, samples=index, dtype=matrix.dtype)
     if gathered.total is None:
         gathered.total = products
@@ -123,8 +138,8 @@ class Fresh:
 def per_sample(gathered: Gathered, group: Group, cut: Cut, grad_scale: Tensor | float = 1.0) -> Fresh:
     """L = 1/|S_k| sum over S_k of G_i G_i^T, from the sums over captured gradients c_i.
 
-    The invariant is .grad = 1/N sum_i G_i over the N samples of the batch: G_i = N c_i where the loss is a mean over
-    the batch. Where it is a sum, G_i = c_i. ``grad_scale`` is the loss scale of mixed precision.
+    Where the loss is a mean over the batch of N samples, .grad = 1/N sum_i G_i, so G_i = N c_i. Where it is a sum,
+    .grad = sum_i G_i and G_i = c_i. ``grad_scale`` is the loss scale of mixed precision.
     """
     scale = (gathered.samples if group["loss_reduction"] == "mean" else 1) / grad_scale
     weight = scale * scale / gathered.used
@@ -163,22 +178,25 @@ def average(state: State, fresh: Fresh, group: Group) -> Fresh:
     matrices = fresh.dense()
     old = read(state, "curvature")
     beta = group["beta"]
-    if old is not None and [o.shape for o in old] == [m.shape for m in matrices]:
-        matrices = [beta * o + (1 - beta) * m for o, m in zip(old, matrices, strict=True)]
+    if group["step"] > 0 and old is not None and [o.shape for o in old] == [m.shape for m in matrices]:
+        matrices = [beta * o.to(m) + (1 - beta) * m for o, m in zip(old, matrices, strict=True)]
     write(state, "curvature", matrices)
     return Fresh(matrices)
 
 
 def online(state: State, fresh: Fresh, group: Group) -> None:
-    """Ltilde_k = beta Ltilde_(k-1) + gamma G_B G_B^T, started from lambda_0 I."""
+    """Ltilde_k = beta Ltilde_(k-1) + gamma G_B G_B^T in every step, the first included, started from lambda_0 I."""
     matrices = fresh.dense()
     beta = group["beta"]
     gamma = 1 - beta if group["gamma"] is None else group["gamma"]
     old = read(state, "curvature")
-    if old is None or [o.shape for o in old] != [m.shape for m in matrices]:
+    if group["step"] == 0 or old is None or [o.shape for o in old] != [m.shape for m in matrices]:
         start = damping_of(group, [gamma * m.diagonal(dim1=-2, dim2=-1) for m in matrices])
         old = [solve.damped(torch.zeros_like(m), start) for m in matrices]
-    write(state, "curvature", [beta * o + gamma * m for o, m in zip(old, matrices, strict=True)])
+    old = [o.to(m) for o, m in zip(old, matrices, strict=True)]
+    # A product that has overflowed is left out, decided on the device: this happens in every step.
+    new = [torch.where(m.isfinite().all(), beta * o + gamma * m, o) for o, m in zip(old, matrices, strict=True)]
+    write(state, "curvature", new)
 
 
 def damping_of(group: Group, diagonals: Sequence[Tensor]) -> Tensor:
@@ -201,7 +219,7 @@ def is_finite(fresh: Fresh) -> bool:
 def invert(state: State, fresh: Fresh, group: Group, seed: int) -> None:
     """Puts what the next steps apply into the state: an inverse, Woodbury's pair, or the eigenbasis."""
     if group["scaling"] == "adaptive":
-        _turn_basis(state, fresh.dense())
+        _turn_basis(state, fresh.dense(), carry=group["step"] > 0)
         return
     if fresh.roots is None:
         matrices = fresh.dense()
@@ -231,17 +249,18 @@ def _sketch(group: Group, root: Tensor, seed: int) -> Sketch:
     return Sketch(spec, p, seed)
 
 
-def _turn_basis(state: State, matrices: list[Tensor]) -> None:
+def _turn_basis(state: State, matrices: list[Tensor], carry: bool) -> None:
     """The new eigenbasis; the moments are carried over by P = Q_new^T Q_old, the second by P * P."""
     pairs = [solve.eigenbasis(m) for m in matrices]
     old = read(state, "basis")
     new = [q for _, q in pairs]
-    if old is not None and [o.shape for o in old] == [q.shape for q in new]:
+    if carry and old is not None and [o.shape for o in old] == [q.shape for q in new]:
+        old = [o.to(q) for o, q in zip(old, new, strict=True)]
         change = [q.mT @ o for q, o in zip(new, old, strict=True)]
         for key, turns in (("exp_avg", change), ("exp_avg_sq", [p.square() for p in change])):
             moments = read(state, key)
             if moments is not None:
-                write(state, key, [p @ m for p, m in zip(turns, moments, strict=True)])
+                write(state, key, [p @ m.to(p) for p, m in zip(turns, moments, strict=True)])
     else:
         clear(state, "exp_avg", "exp_avg_sq")
     write(state, "basis", new)
@@ -278,7 +297,7 @@ def apply_adaptive(state: State, stacks: list[Tensor], group: Group, sparse: boo
     turned = [q.mT @ g for q, g in zip(basis, stacks, strict=True)]
     squares = [t.square().mean(-1, keepdim=True) if sparse else t.square() for t in turned]
     first, second = read(state, "exp_avg"), read(state, "exp_avg_sq")
-    if second is None or [s.shape for s in second] != [s.shape for s in squares]:
+    if group["step"] == 0 or second is None or [s.shape for s in second] != [s.shape for s in squares]:
         second = [torch.zeros_like(s) for s in squares]
         first = None if sparse else [torch.zeros_like(t) for t in turned]
         state["adam_step"] = 0
@@ -295,7 +314,10 @@ def apply_adaptive(state: State, stacks: list[Tensor], group: Group, sparse: boo
             torch._foreach_add_(ahead, turned, alpha=1 - beta1)
         turned = [m / (1 - beta1**step) for m in ahead]
     correction = 1 - beta2**step
-    steps = [m / ((v / correction).sqrt() + eps) for m, v in zip(turned, second, strict=True)]
+    # Where a direction has no gradient but rounding, the floor keeps Adam from blowing the rounding up to a full step.
+    mean = torch.stack([v.mean() for v in second]).mean() / correction
+    floor = eps + NOISE * torch.finfo(mean.dtype).eps * mean.sqrt()
+    steps = [m / ((v / correction).sqrt() + floor) for m, v in zip(turned, second, strict=True)]
     return [q @ s for q, s in zip(basis, steps, strict=True)]
 
 
@@ -317,6 +339,13 @@ def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: F
     if basis is None or spectrum is None:
         raise RuntimeError(f"{matrix.name!r} has no curvature yet: it is gathered by the first step")
     return cut.dense([(q * w[:, None, :]) @ q.mT for q, w in zip(basis, spectrum, strict=True)])
+
+
+def add_placeholders(state: State, group: Group) -> None:
+    """Empty entries for what the solver "auto" may come to keep, so that a flat distributed checkpoint finds them."""
+    if group["solver"] == "auto" and group["curvature"] == "sample" and group["scaling"] == "inverse":
+        for key in ("factor", "core", *(("factor_tail", "core_tail") if "inverse_tail" in state else ())):
+            state.setdefault(key, state["inverse"].new_empty(0))
 
 
 def read(state: State, key: str) -> list[Tensor] | None:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from ngplus.blocks import Cut
-from ngplus.fisher import Factors
 from ngplus.layers import LayerRule, Layout, MatrixSpec, UnknownModuleRule, rule_for
 
 # Where a matrix's curvature comes from: the captured factors of a rule, vmap, or the mini-batch gradient in .grad.
@@ -28,8 +27,7 @@ class ParameterMatrix:
     ) -> None:
         self.names, self.params, self.kinds, self.groups, self.source = names, params, kinds, groups, source
         self.armed = False
-        self.outstanding = 0
-        self.arrived: list[Factors] = []
+        self.checked = False  # that the captured parts add up to the gradient
         self.seen: tuple[int, int] | None = None  # samples and positions of the last refresh
         self.form: str | None = None  # and the form of product that it took
         self.reason = ""  # why the source is the mini-batch
@@ -40,11 +38,12 @@ class ParameterMatrix:
         return self.names[0]
 
     def update_layout(self) -> bool:
-        """Takes in which parameters are trained at present; True where that has changed."""
+        """Takes in which parameters are trained at present, and in which precision; True where that has changed."""
         active = tuple(p.requires_grad for p in self.params)
-        if active == getattr(self, "active", None):
+        present = (active, self.params[0].dtype, self.params[0].device)
+        if present == getattr(self, "_present", None):
             return False
-        self.active = active
+        self._present, self.active = present, active
         chosen = [i for i, on in enumerate(active) if on] or range(len(active))
         self.parts = list(chosen)
         self.layout = Layout(
@@ -55,7 +54,6 @@ class ParameterMatrix:
     def fall_back(self, reason: str) -> None:
         """Leaves per-sample curvature for that of the mini-batch gradient."""
         self.source, self.reason = "batch", reason
-        self.arrived, self.outstanding = [], 0
 
     @property
     def active_params(self) -> list[nn.Parameter]:
@@ -171,6 +169,8 @@ def _get(module: nn.Module, name: str) -> nn.Parameter | None:
 
 
 def _is_leaf(module: nn.Module) -> bool:
+    if isinstance(module, nn.ParameterList | nn.ParameterDict):  # never called
+        return False
     own = any(p is not None for p in module._parameters.values())
     return own and not any(True for child in module.children() for _ in child.parameters())
 

@@ -7,8 +7,7 @@ turn gradients into directions, update the parameters, arm the capture for the n
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +16,15 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from ngplus import curvature as curvatures
 from ngplus import options
-from ngplus.capture import BatchDims, Capture
-from ngplus.curvature import Fresh, Gathered
-from ngplus.fisher import Bags, Factors, Lookup
+from ngplus.capture import BatchDims
+from ngplus.curvature import Fresh
+from ngplus.gathering import Gathering, seed_of
+from ngplus.gradients import captured_scale, check_finite, gradient_matrix
 from ngplus.matrices import ParameterMatrix, collect, named
 from ngplus.plan import Plan, plan_of
 from ngplus.update import graft_length, update_parameters, with_length
 
 _REFRESHED = ("inverse", "factor", "basis")  # a state that has one of them can make a step
-_CHECKED_ROWS = 1_000_000  # embeddings above this size are not checked for uses that capture has missed
 
 
 class Curvature(NamedTuple):
@@ -49,7 +48,7 @@ class NGPlus(Optimizer):
 
     Example::
 
-        optimizer = ngplus.NGPlus(model, lr=0.1)
+        optimizer = ngplus.NGPlus(model, lr=0.01)
         for x, y in loader:
             optimizer.zero_grad()
             loss_fn(model(x), y).backward()
@@ -69,8 +68,8 @@ class NGPlus(Optimizer):
         curvature: ``"sample"``, the paper's L and R; ``"momentum"``, their moving average with ``beta``; ``"batch"``,
             from mini-batch gradients with ``beta`` and ``gamma`` (1 - beta where None), started from lambda I, updated
             in every step; it needs no model.
-        scaling: ``"inverse"``, the paper; ``"adaptive"``, Adam's moments in the eigenbasis of L or R (``momentum``,
-            ``beta2``, ``eps``).
+        scaling: ``"adaptive"``, Adam's moments in the eigenbasis of L or R (``momentum``, ``beta2``, ``eps``), with
+            learning rates like Adam's; ``"inverse"``, the paper's direction, with learning rates like SGD's.
         samples: size or fraction of the random sub-sample S of the batch; None is the whole batch.
         side: ``"auto"`` (left where m <= n), ``"left"`` or ``"right"``.
         solver: ``"dense"`` (Cholesky), ``"woodbury"``, ``"sketched"`` (sketched least squares), or ``"auto"``, the
@@ -86,32 +85,33 @@ class NGPlus(Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    _initialising = False
 
     def __init__(
         self,
         params: nn.Module | ParamsT,
-        lr: float | Tensor = 0.1,
+        lr: float | Tensor = 0.01,
         *,
         model: nn.Module | None = None,
         momentum: float = 0.9,
         nesterov: bool = False,
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = False,
-        damping: float | str = "auto",
+        damping: float | str = 0.3,
         damping_mode: str = "absolute",
         update_every: int = 10,
         curvature: str = "sample",
-        scaling: str = "inverse",
-        beta: float = 0.95,
+        scaling: str = "adaptive",
+        beta: float = 0.9,
         gamma: float | None = None,
-        beta2: float = 0.99,
+        beta2: float = 0.95,
         eps: float = 1e-8,
         samples: int | float | None = None,
         side: str = "auto",
         solver: str = "auto",
         block_size: int | None = None,
         sketch: int | Mapping[str, Any] | None = None,
-        graft: str | None = "sgd",
+        graft: str | None = None,
         loss_reduction: str = "mean",
         batch_dim: BatchDims = 0,
         seed: int = 0,
@@ -144,17 +144,21 @@ class NGPlus(Optimizer):
             "step": 0,
         }
         options.check(defaults)
+        self._option_names = tuple(defaults)
         if isinstance(params, nn.Module):
             if model is not None and model is not params:
                 raise ValueError("NGPlus got two models: one in place of the parameters and one as model=")
             model = params
-            params = list(model.named_parameters())
+            params = list(getattr(model, "_orig_mod", model).named_parameters())
             if not params:
                 raise ValueError(f"The model {type(model).__name__} has no parameters")
-        self._model = model
+        # A compiled model's hooks would be compiled with it: watch the model inside, and run refresh steps eagerly.
+        inside = getattr(model, "_orig_mod", None)
+        self._model: nn.Module | None = inside if isinstance(inside, nn.Module) else model
+        self._compiled: nn.Module | None = model if isinstance(inside, nn.Module) else None
         self._batch_dim: BatchDims = dict(batch_dim) if isinstance(batch_dim, Mapping) else batch_dim
         self._matrices: list[ParameterMatrix] = []
-        self._capture: Capture | None = None
+        self._gathering: Gathering | None = None
         super().__init__(params, defaults)
         self._watch()
 
@@ -162,35 +166,21 @@ class NGPlus(Optimizer):
 
     def _watch(self) -> None:
         """Binds parameters to matrices and installs the capture; again whenever the parameters change."""
-        if self._capture is not None:
-            self._capture.remove()
-        self._gathered: dict[int, Gathered] = {}
+        if self._gathering is not None:
+            self._gathering.remove()
         self._held: dict[int, Fresh] = {}
         self._warned = False
-        names: dict[nn.Parameter, str] = {}
-        self._of_param: dict[nn.Parameter, dict[str, Any]] = {}
         in_model = named(self._model.named_parameters(remove_duplicate=False)) if self._model is not None else {}
+        names: dict[nn.Parameter, str] = {}
         for g, group in enumerate(self.param_groups):
-            given = group.get("param_names") or [
-                f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))
-            ]
-            for param, name in zip(group["params"], given, strict=True):
-                names[param] = in_model.get(param, name)
-                self._of_param[param] = group
-        self._names = names
+            labels = group.get("param_names") or _labels(g, len(group["params"]))
+            names.update({p: in_model.get(p, label) for p, label in zip(group["params"], labels, strict=True)})
+        self._of_param = {param: group for group in self.param_groups for param in group["params"]}
         # Empty parameters have no matrix and no step.
-        filled = {param: name for param, name in names.items() if param.numel() > 0}
-        self._matrices, uses = collect(self._model, filled)
-        self._capture = None
+        self._matrices, uses = collect(self._model, {p: name for p, name in names.items() if p.numel() > 0})
+        self._gathering = Gathering(self._matrices, self._of_param)
         if self._model is not None and any(g["curvature"] != "batch" for g in self.param_groups):
-            this = weakref.ref(self)  # no cycle: a deleted optimizer goes at once, and its hooks with it
-
-            def sink(matrix: ParameterMatrix, factors: Factors) -> None:
-                optimizer = this()
-                if optimizer is not None:
-                    optimizer._gather(matrix, factors)
-
-            self._capture = Capture(self._model, uses, sink, self._batch_dim)
+            self._gathering.watch(self._model, uses, self._batch_dim, self._compiled)
         self._arm()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -206,21 +196,36 @@ class NGPlus(Optimizer):
                     f"curvature={merged['curvature']!r} comes from the samples that the model sees: give the module in "
                     "place of its parameters, or as model=, or take curvature='batch', which needs none"
                 )
+            param_group = self._with_names(param_group)
         super().add_param_group(param_group)
-        params = self.param_groups[-1]["params"]
+        added = self.param_groups[-1]
         try:
-            if len(set(params)) != len(params):
+            if len(set(added["params"])) != len(added["params"]):
                 raise ValueError("A parameter is given twice in one parameter group")
-            for param in params:
+            for i, param in enumerate(added["params"]):
+                name = added["param_names"][i] if "param_names" in added else f"number {i}"
                 if param.is_complex():
-                    raise ValueError("NGPlus does not take complex parameters; view them as real ones")
+                    raise ValueError(f"Parameter {name} is complex; NGPlus takes real ones (torch.view_as_real)")
                 if not param.is_floating_point():
-                    raise ValueError(f"NGPlus takes floating-point parameters, not {param.dtype}")
+                    raise ValueError(f"Parameter {name} is {param.dtype}; NGPlus takes floating-point ones")
         except ValueError:
             self.param_groups.pop()
             raise
         if self._matrices:
             self._watch()
+
+    def _with_names(self, param_group: dict[str, Any]) -> dict[str, Any]:
+        """Torch wants all groups named or none; a model names its parameters, so later groups get their names, too."""
+        if not self.param_groups or "param_names" not in self.param_groups[0]:
+            return param_group
+        given = param_group["params"]
+        params = [given] if isinstance(given, Tensor) else list(given)
+        if any(isinstance(p, tuple) for p in params):
+            return {**param_group, "params": params}
+        names: dict[Any, str] = dict(named(self._model.named_parameters())) if self._model is not None else {}
+        labels = _labels(len(self.param_groups), len(params))
+        pairs = [(names.get(p, label), p) for p, label in zip(params, labels, strict=True)]
+        return {**param_group, "params": pairs}
 
     # ---------------------------------------------------------------------------------------------- the step
 
@@ -240,66 +245,58 @@ class NGPlus(Optimizer):
 
     def _directions(self) -> dict[nn.Parameter, Tensor] | None:
         """(lambda I + L)^-1 G for every parameter that has a gradient; None where the step is to be skipped."""
-        if self._overflowed():
-            self._forget()
+        for group in self.param_groups:  # they may have been changed since the last step
+            options.check(group)
+        gathering = self._gathering
+        assert gathering is not None
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and bool(found_inf):  # torch.amp.GradScaler has found an overflow
+            gathering.forget()
             return None
-        if self._capture is not None:
-            self._capture.flush()
+        gathering.finish()
         work = [m for m in self._matrices if any(p.grad is not None for p in m.params)]
         if not work:
-            if self._capture is not None and self._capture.forward_seen:
+            if gathering.forward_seen:
                 raise RuntimeError(
                     "No parameter has a gradient, though the model has been called: the loss does not reach any "
                     "parameter of this optimizer, or backward() was not called"
                 )
-            return {}
-        self._check_finite(work)
+            return None
+        norms = check_finite(work)
+        # Distributed checkpoints make a step with lr = 0 and zero gradients, only to have the state initialised.
+        self._initialising = all(float(g["lr"]) == 0.0 for g in self.param_groups) and not bool(norms.any())
         self._held.clear()
         directions: dict[nn.Parameter, Tensor] = {}
         uncovered: list[ParameterMatrix] = []
         for matrix in work:
             group, state = self._of(matrix)
-            gradient, rows = self._gradient(matrix, group)
+            for param in matrix.params:  # distributed checkpoints want an entry for every parameter
+                self.state.setdefault(param, {})
+            gradient, rows = gradient_matrix(matrix, group, getattr(self, "grad_scale", None))
             self._refresh(matrix, group, state, gradient, uncovered)
             preconditioned = self._precondition(matrix, group, state, gradient, sparse=rows is not None)
             if rows is not None:
                 param = matrix.params[0]
                 directions[param] = torch.sparse_coo_tensor(
-                    rows, preconditioned[0].to(param.dtype), param.shape, is_coalesced=True, check_invariants=False
+                    rows,
+                    preconditioned[0].to(param.dtype).contiguous(),
+                    param.shape,
+                    is_coalesced=True,
+                    check_invariants=False,
                 )
                 continue
             for param, direction in zip(matrix.active_params, matrix.layout.split(preconditioned), strict=True):
                 if param.grad is not None:
                     directions[param] = direction.to(param.dtype)
         self._warn_uncovered(uncovered)
+        if self._initialising:
+            for matrix in work:
+                curvatures.add_placeholders(*reversed(self._of(matrix)))
         return directions
 
     def _of(self, matrix: ParameterMatrix) -> tuple[dict[str, Any], dict[str, Any]]:
         """A matrix goes by the options of its first parameter's group; its curvature is in that parameter's state."""
         return self._of_param[matrix.params[0]], self.state[matrix.params[0]]
-
-    def _gradient(self, matrix: ParameterMatrix, group: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """G as [groups, m, n]. Of a sparse gradient only the rows that it touches, and their indices."""
-        matrix.update_layout()
-        grads = [p.grad for p in matrix.active_params]
-        sign = -1.0 if group["maximize"] else 1.0
-        scale = getattr(self, "grad_scale", None)
-        if scale is not None:
-            sign = sign / scale
-        first = grads[0]
-        if first is not None and first.is_sparse:
-            if group["weight_decay"] != 0:
-                raise RuntimeError(f"weight_decay option is not compatible with the sparse gradient of {matrix.name!r}")
-            if len(grads) == 1 and matrix.side(group["side"]) == "right" and matrix.kinds[0] == "rows":
-                first = first.coalesce()
-                values = first.values().flatten(1).to(matrix.dtype)[None]
-                return values * sign if group["maximize"] or scale is not None else values, first.indices()
-            grads[0] = first.to_dense()
-        filled = [
-            torch.zeros_like(p) if grad is None else grad for p, grad in zip(matrix.active_params, grads, strict=True)
-        ]
-        gradient = matrix.layout.join(filled).to(matrix.dtype)
-        return (gradient * sign if group["maximize"] or scale is not None else gradient), None
 
     def _refresh(
         self,
@@ -310,7 +307,7 @@ class NGPlus(Optimizer):
         uncovered: list[ParameterMatrix],
     ) -> None:
         """L or R and its inverse, where k mod T == 0 or the matrix has none that fits yet."""
-        seed = self._seed(group)
+        seed = seed_of(group)
         if group["curvature"] == "batch":
             curvatures.online(state, curvatures.mini_batch(matrix, gradient, group, seed), group)
         if not self._due(matrix):
@@ -320,18 +317,13 @@ class NGPlus(Optimizer):
             assert stacks is not None
             fresh = Fresh(stacks)
         else:
-            gathered = self._gathered.pop(id(matrix), None)
-            if gathered is not None and gathered.gradient is not None:
-                self._check_coverage(matrix, gathered.gradient, gradient)
+            gathered = self._gathering.take(matrix) if self._gathering is not None else None
             if matrix.source == "batch" or gathered is None:
                 uncovered.append(matrix)
                 fresh = curvatures.mini_batch(matrix, gradient, group, seed)
             else:
-                side = matrix.side(group["side"])
-                scale = getattr(self, "grad_scale", None)
-                fresh = curvatures.per_sample(
-                    gathered, group, matrix.cut(side, group["block_size"]), 1.0 if scale is None else scale
-                )
+                cut = matrix.cut(matrix.side(group["side"]), group["block_size"])
+                fresh = curvatures.per_sample(gathered, group, cut, captured_scale(self))
             if not curvatures.is_finite(fresh):
                 warnings.warn(
                     f"The curvature of {matrix.name!r} is not finite; its last good inverse stays in use", stacklevel=4
@@ -339,7 +331,7 @@ class NGPlus(Optimizer):
                 if any(key in state for key in _REFRESHED):
                     return
                 fresh = Fresh([torch.zeros_like(m) for m in fresh.dense()])
-            if group["curvature"] == "momentum":
+            elif group["curvature"] == "momentum":
                 fresh = curvatures.average(state, fresh, group)
             else:
                 self._held[id(matrix)] = fresh
@@ -370,114 +362,58 @@ class NGPlus(Optimizer):
     def _advance(self) -> None:
         """k <- k + 1, and the capture armed for the matrices that are due in the next step."""
         for group in self.param_groups:
-            # Distributed checkpoints make a step with lr = 0 and no forward pass, only to have the state initialised.
-            if not (self._starved and float(group["lr"]) == 0.0):
+            if not self._initialising:
                 group["step"] += 1
-        self._forget()
+        if self._gathering is not None:
+            self._gathering.forget()
         self._arm()
 
     # ---------------------------------------------------------------------------------------------- capture
 
     def _due(self, matrix: ParameterMatrix) -> bool:
-        group, state = self._of(matrix)
-        return group["step"] % group["update_every"] == 0 or not self._fits(matrix, group, state)
+        first = matrix.params[0]
+        group = self._of_param[first]
+        # .get: a look must not make an entry, since an optimizer with no state is one that has not been initialised
+        return group["step"] % group["update_every"] == 0 or not self._fits(matrix, group, self.state.get(first, {}))
 
     def _fits(self, matrix: ParameterMatrix, group: dict[str, Any], state: dict[str, Any]) -> bool:
-        """Is there an inverse, of the size that the matrix has at present?"""
+        """Is there an inverse, of the size and precision that the matrix has at present?"""
         cut = matrix.cut(matrix.side(group["side"]), group["block_size"])
         wanted = "basis" if group["scaling"] == "adaptive" else "inverse" if "inverse" in state else "factor"
-        return wanted in state and state[wanted].shape[:2] == (self._first_blocks(cut), cut.size)
-
-    @staticmethod
-    def _first_blocks(cut: Any) -> int:
-        return int(cut.groups * cut.stacks[0][1])
+        held = state.get(wanted)
+        return (
+            held is not None
+            and held.shape[:2] == (cut.groups * cut.stacks[0][1], cut.size)
+            and held.dtype == matrix.dtype
+            and held.device == matrix.params[0].device
+        )
 
     def _arm(self) -> None:
         for matrix in self._matrices:
             group = self._of_param[matrix.params[0]]
             matrix.armed = group["curvature"] != "batch" and matrix.source != "batch" and self._due(matrix)
 
-    def _gather(self, matrix: ParameterMatrix, factors: Factors) -> None:
-        """The capture's sink."""
-        if factors.samples == 0:
-            raise ValueError(f"The batch that reached {matrix.name!r} has no samples")
-        group, state = self._of(matrix)
-        first = not any(key in state for key in _REFRESHED)
-        small = not isinstance(factors, Lookup | Bags) or factors.rows <= _CHECKED_ROWS
-        curvatures.gather(
-            self._gathered.setdefault(id(matrix), Gathered()),
-            matrix,
-            factors,
-            group,
-            self._seed(group),
-            check=first and small and not _many_ranks(),
-        )
-
-    def _check_coverage(self, matrix: ParameterMatrix, captured: Tensor, gradient: Tensor) -> None:
-        """Once: do the captured factors add up to the gradient? A use outside of a watched module would be missing."""
-        a, b = captured.flatten(), gradient.to_dense().flatten()
-        if a.shape != b.shape:
-            return
-        norms = torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b)
-        if bool((torch.dot(a, b).abs() < 0.95 * norms) & norms.isfinite() & (norms > 0)):
-            matrix.fall_back("its gradient has parts that no call of its module explains")
-
     def _warn_uncovered(self, uncovered: list[ParameterMatrix]) -> None:
-        self._starved = (bool(uncovered) and all(m.source != "batch" for m in uncovered)) or not self._forward_seen()
-        if self._warned or not uncovered or all(float(g["lr"]) == 0.0 for g in self.param_groups):
+        """One warning in an optimizer's life, with the names of all that has no per-sample curvature."""
+        if self._warned or self._initialising or not uncovered:
             return
         self._warned = True
-        what = "; ".join(
+        shown = [
             f"{', '.join(m.names)} ({m.reason or 'no gradient was captured: see train() and the graph of the loss'})"
             for m in uncovered[:20]
-        )
+        ]
         more = f" and {len(uncovered) - 20} more" if len(uncovered) > 20 else ""
         warnings.warn(
-            f"No per-sample curvature for {what}{more}. Mini-batch curvature is used for them; plan() lists all.",
+            f"No per-sample curvature for {'; '.join(shown)}{more}. "
+            "Mini-batch curvature is used for them; plan() lists all",
             stacklevel=6,  # the line of the user's step()
         )
 
-    def _forward_seen(self) -> bool:
-        return self._capture is None or self._capture.forward_seen
-
-    _starved = False
-
-    def _forget(self) -> None:
-        self._gathered.clear()
-        if self._capture is not None:
-            self._capture.discard()
-            self._capture.forward_seen = False
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim; what a backward pass without a step has gathered is dropped with its gradients."""
-        self._gathered.clear()
-        if self._capture is not None:
-            self._capture.discard()
+        if self._gathering is not None:
+            self._gathering.drop()
         super().zero_grad(set_to_none)
-
-    def _seed(self, group: dict[str, Any]) -> int:
-        return int(group["seed"]) * 1_000_003 + int(group["step"])
-
-    # ---------------------------------------------------------------------------------------------- hostile numbers
-
-    def _overflowed(self) -> bool:
-        """Has torch.amp.GradScaler found an overflow in these gradients?"""
-        found = getattr(self, "found_inf", None)
-        return found is not None and bool(found)
-
-    def _check_finite(self, work: Iterable[ParameterMatrix]) -> None:
-        grads = [(name, p.grad) for m in work for name, p in zip(m.names, m.params, strict=True) if p.grad is not None]
-        tensors = [grad.coalesce().values() if grad.is_sparse else grad for _, grad in grads]
-        norms = torch.stack([n.float().cpu() for n in torch._foreach_norm(tensors)])
-        if bool(norms.isfinite().all()):
-            return
-        bad = [name for (name, _), t in zip(grads, tensors, strict=True) if not bool(t.isfinite().all())]
-        if bad:
-            self._forget()
-            raise RuntimeError(
-                f"Gradients that are not finite: {', '.join(bad[:5])}{' and more' if len(bad) > 5 else ''}. "
-                "No parameter was changed"
-            )
 
     # ---------------------------------------------------------------------------------------------- to look at
 
@@ -506,32 +442,47 @@ class NGPlus(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch.optim, but curvature keeps its own precision whatever the parameters' dtype."""
-        super().load_state_dict(state_dict)
+        seen: list[dict[str, Any]] = []  # what is loaded, after the user's own hooks
+        handle = self.register_load_state_dict_pre_hook(lambda _, given: seen.append(given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        state_dict = seen[-1]
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for i, param in zip(ids, params, strict=True):
             for key, value in state_dict["state"].get(i, {}).items():
                 if isinstance(value, Tensor) and key.removesuffix("_tail") in curvatures.KEPT_WIDE:
                     self.state[param][key] = value.detach().clone().to(param.device)
+                elif isinstance(value, dict) and not value:  # a distributed checkpoint's way to say "not there"
+                    self.state[param].pop(key, None)
         for group in self.param_groups:
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
-        self._of_param = {param: group for group in self.param_groups for param in group["params"]}
+            for key in self._option_names:  # options that are newer than the checkpoint
+                group.setdefault(key, self.defaults[key])
+        self._of_param.update({param: group for group in self.param_groups for param in group["params"]})
         self._held.clear()
-        self._forget()
+        if self._gathering is not None:
+            self._gathering.forget()
         self._arm()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_model": self._model, "_batch_dim": self._batch_dim}
+        own = {
+            "_model": self._model,
+            "_compiled": None,
+            "_batch_dim": self._batch_dim,
+            "_option_names": self._option_names,
+        }
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # Optimizer.load_state_dict comes here, too, with nothing but state and groups.
         if "_matrices" not in self.__dict__:
-            self._capture = None
+            self._gathering = None
             self._watch()
 
 
-def _many_ranks() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+def _labels(group: int, count: int) -> list[str]:
+    """Names for parameters that have none."""
+    return [f"param_groups[{group}]['params'][{i}]" for i in range(count)]

@@ -68,6 +68,8 @@ def check(options: Mapping[str, Any]) -> None:
 def _number(name: str, value: Any, top: float = math.inf, open_top: bool = False, hint: str = "") -> None:
     if isinstance(value, str) or not isinstance(value, int | float | Tensor) or isinstance(value, bool):
         raise ValueError(f"Invalid {name}: {value!r}{hint}")
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return  # not worth waiting for the device
     number = float(value)
     if not math.isfinite(number) or number < 0.0 or number > top or (open_top and number == top):
         raise ValueError(f"Invalid {name}: {value}{hint}")

@@ -20,9 +20,11 @@ from typing import Any
 
 from torch import Tensor
 
+from ngplus.blocks import Cut
 from ngplus.curvature import KEPT_WIDE
-from ngplus.fisher import Outer
+from ngplus.factors import Outer
 from ngplus.matrices import ParameterMatrix
+from ngplus.sketch import SketchSpec
 
 EIGH = 9  # an eigendecomposition is about 9 d^3 FLOPs
 
@@ -135,15 +137,15 @@ def _row(
         solver = "eigenbasis"
     elif solver == "auto":
         known_rank = "factor" in state or ("inverse" not in state and rank)
-        solver = "woodbury" if known_rank and source != "batch" and 2 * rank < cut.size else "dense"
-        if group["curvature"] != "sample":
-            solver = "dense"
+        plain = group["curvature"] == "sample" and group["sketch"] is None and group["samples"] is None
+        low = bool(known_rank) and plain and source != "batch" and 2 * rank < cut.size
+        solver = "woodbury" if low else "dense"
     stacks = cut.stacks
     curved = matrix.groups * sum(count * size for _, count, size in stacks)
     if solver in ("woodbury", "sketched"):
         step = curved * rank * 4 * other + cut.count * 2 * rank * rank * other
         refresh = 2 * curved * rank * rank + cut.count * rank**3
-        elements = curved * rank + cut.count * rank * rank
+        elements = curved * rank + cut.count * rank * (rank if solver == "woodbury" else _sketch_rows(group, cut, rank))
     elif solver == "eigenbasis":
         step = 4 * cut.elements * other
         refresh = EIGH * cut.cubes
@@ -153,13 +155,20 @@ def _row(
     if group["curvature"] != "sample":
         elements += cut.elements
     form = matrix.form or ""
+    spec = SketchSpec.parse(group["sketch"]) if solver != "sketched" else None
+    short = other if spec is None else min(other, spec.size)
     if source == "batch":
-        refresh += 2 * cut.elements * other
         form = "mini-batch"
+        if group["curvature"] == "batch":
+            step += 2 * cut.elements * short
+        else:
+            refresh += 2 * cut.elements * short
     elif samples:
-        stand_in = _costs(matrix, side, samples, kappa, other, cut.size)
+        part = group["samples"]
+        used = samples if part is None else min(samples, round(part * samples) if isinstance(part, float) else part)
+        stand_in = _costs(matrix, side, samples, kappa, short, cut.size)
         form = form or min(stand_in, key=lambda name: stand_in[name])
-        refresh += int(2 * samples * matrix.groups * stand_in.get(form, min(stand_in.values())))
+        refresh += int(2 * used * matrix.groups * stand_in.get(form, min(stand_in.values())))
     kept = sum(
         value.numel() * value.element_size()
         for key, value in state.items()
@@ -180,6 +189,11 @@ def _row(
         refresh_flops=refresh,
         note=matrix.reason,
     )
+
+
+def _sketch_rows(group: dict[str, Any], cut: Cut, rank: int) -> int:
+    spec = SketchSpec.parse(group["sketch"])
+    return min(cut.size, 2 * rank) if spec is None else spec.size
 
 
 def _costs(matrix: ParameterMatrix, side: str, samples: int, kappa: int, other: int, block: int) -> dict[str, float]:

@@ -26,14 +26,14 @@ class Preconditioner:
     Args:
         model: the module, or parameters with ``model=`` or ``curvature="batch"``, as in :class:`ngplus.NGPlus`.
         options: those of :class:`ngplus.NGPlus` that shape the direction. Learning rate, momentum and weight decay are
-            the other optimizer's.
+            the other optimizer's. The scaling is "inverse" unless it is given.
     """
 
     def __init__(self, model: nn.Module | Any, **options: Any) -> None:
         foreign = {"lr", "nesterov", "weight_decay", "decoupled_weight_decay", "maximize"} & set(options)
         if foreign:
             raise TypeError(f"{', '.join(sorted(foreign))}: set in the optimizer that makes the step")
-        self._optimizer = NGPlus(model, lr=1.0, **{"momentum": 0.0, "graft": None, **options})
+        self._optimizer = NGPlus(model, lr=1.0, **{"momentum": 0.0, "scaling": "inverse", **options})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

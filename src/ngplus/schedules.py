@@ -18,6 +18,15 @@ class HasGroups(Protocol):
     def param_groups(self) -> list[dict[str, Any]]: ...
 
 
+def _initial(group: dict[str, Any]) -> float:
+    """The damping that a group began with; a group added later begins when the schedule first sees it."""
+    if "initial_damping" not in group:
+        if isinstance(group["damping"], str):
+            raise ValueError(f"A schedule needs a number to start from, not damping={group['damping']!r}")
+        group["initial_damping"] = group["damping"]
+    return float(group["initial_damping"])
+
+
 class LambdaDamping:
     """damping = initial damping * factor(epoch), for each parameter group.
 
@@ -27,9 +36,7 @@ class LambdaDamping:
 
     def __init__(self, optimizer: HasGroups, factor: Callable[[float], float]) -> None:
         for group in optimizer.param_groups:
-            if isinstance(group["damping"], str):
-                raise ValueError(f"A schedule needs a number to start from, not damping={group['damping']!r}")
-            group.setdefault("initial_damping", group["damping"])
+            _initial(group)
         self.optimizer, self.factor, self.epoch = optimizer, factor, 0.0
         self._set()
 
@@ -39,7 +46,7 @@ class LambdaDamping:
 
     def _set(self) -> None:
         for group in self.optimizer.param_groups:
-            group["damping"] = group["initial_damping"] * self.factor(self.epoch)
+            group["damping"] = _initial(group) * self.factor(self.epoch)
 
     def get_last_damping(self) -> list[float]:
         """The damping of each group."""
@@ -58,7 +65,7 @@ class ExponentialDamping(LambdaDamping):
 
     Example::
 
-        optimizer = ngplus.NGPlus(model, lr=0.18, damping=0.16, scaling="inverse", graft=None)
+        optimizer = ngplus.NGPlus(model, lr=0.18, damping=0.16, scaling="inverse")
         damping = ngplus.schedules.ExponentialDamping(optimizer, rate=0.8)
         for epoch in range(52):
             ...

@@ -29,14 +29,15 @@ def dense_inverse(matrix: Tensor, damping: Tensor) -> Tensor:
     """(lambda I + L)^-1 by Cholesky, d^3 FLOPs a block.
 
     A matrix that does not factorise gets ten times the damping, up to four times; then float64; what is left becomes
-    the identity over lambda, the plain gradient step. L must be finite: the caller drops a refresh that is not.
+    the identity over the last damping tried: the plain gradient step. L must be finite: the caller drops a refresh that
+    is not.
     """
     if matrix.shape[-1] == 1:
-        return (matrix + damping).reciprocal()
+        return (matrix + damping).clamp_min(torch.finfo(matrix.dtype).tiny).reciprocal()
     inverse, failed = _cholesky_inverse(damped(matrix, damping))
     if not bool(failed.any()):
         return inverse
-    level = torch.maximum(damping, _floor(matrix))
+    level = torch.maximum(damping.expand(len(matrix), 1), _floor(matrix))
     for _ in range(RETRIES):
         level = level * GROWTH
         retry, still = _cholesky_inverse(damped(matrix, level))
@@ -47,14 +48,16 @@ def dense_inverse(matrix: Tensor, damping: Tensor) -> Tensor:
     wide, still = _cholesky_inverse(damped(matrix.double(), level.double()))
     inverse = torch.where((failed & ~still)[:, None, None], wide.to(inverse), inverse)
     failed = failed & still
-    plain = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device) / level
+    plain = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device) / level[:, :, None]
     return torch.where(failed[:, None, None], plain, inverse)
 
 
 def _floor(matrix: Tensor) -> Tensor:
-    """A damping that is not lost in the rounding of the largest diagonal entry."""
-    largest = matrix.diagonal(dim1=-2, dim2=-1).amax()
-    return (largest * torch.finfo(matrix.dtype).eps).clamp_min(torch.finfo(matrix.dtype).tiny)
+    """A tenth of the first damping that leaves an inverse some accuracy, for each block: sqrt(eps) of its largest entry
+    on the diagonal."""
+    largest = matrix.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
+    kind = torch.finfo(matrix.dtype)
+    return (largest * kind.eps**0.5 / GROWTH).clamp_min(kind.tiny)
 
 
 def _cholesky_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ngplus import curvature as curvatures
 from ngplus.capture import BatchDims, Capture
 from ngplus.curvature import Gathered
-from ngplus.fisher import Factors
+from ngplus.factors import Factors
 from ngplus.matrices import ParameterMatrix, collect, named
 from ngplus.optimizer import Curvature
 

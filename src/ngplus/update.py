@@ -20,6 +20,8 @@ def update_parameters(
     Rows of a sparse gradient come and go: they get no momentum, and weight decay refuses them, as SGD does.
     """
     lr, decay = group["lr"], group["weight_decay"]
+    if isinstance(lr, Tensor):
+        lr = lr.reshape(())
     params: list[Tensor] = []
     steps: list[Tensor] = []
     for param in group["params"]:
@@ -54,7 +56,7 @@ def _with_momentum(
     buffers = []
     for param, step in zip(params, steps, strict=True):
         state = states[param]
-        if "momentum_buffer" not in state:
+        if "momentum_buffer" not in state or group["step"] == 0:
             state["momentum_buffer"] = step.clone()
         else:
             state["momentum_buffer"].mul_(momentum).add_(step, alpha=1 - dampening)
@@ -67,7 +69,7 @@ def graft_length(state: State, gradient: Tensor, group: Group, sparse: bool) -> 
     if group["graft"] == "sgd" or sparse:
         return torch.linalg.vector_norm(gradient)
     beta1, beta2 = group["momentum"], group["beta2"]
-    if "graft_exp_avg" not in state or state["graft_exp_avg"].shape != gradient.shape:
+    if "graft_exp_avg" not in state or state["graft_exp_avg"].shape != gradient.shape or group["step"] == 0:
         state["graft_exp_avg"], state["graft_exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
         state["graft_step"] = 0
     step = state["graft_step"] = int(state["graft_step"]) + 1

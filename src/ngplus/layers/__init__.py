@@ -6,7 +6,7 @@ from ngplus.layers.embedding import EmbeddingBagRule, EmbeddingRule
 from ngplus.layers.linear import LinearRule, TransposedLinearRule, linear_factors
 from ngplus.layers.matrix import Layout, MatrixSpec
 from ngplus.layers.norm import BatchNormRule, GroupNormRule, InstanceNormRule, LayerNormRule, NormRule, RMSNormRule
-from ngplus.layers.rule import Batch, LayerRule, Watcher, register_layer, rule_for
+from ngplus.layers.rule import Batch, LayerRule, NotPerSample, Watcher, register_layer, rule_for
 from ngplus.layers.unknown import UnknownModuleRule
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "MatrixSpec",
     "MultiheadAttentionRule",
     "NormRule",
+    "NotPerSample",
     "RMSNormRule",
     "TransposedLinearRule",
     "UnknownModuleRule",

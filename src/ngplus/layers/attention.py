@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ngplus.fisher import Factors, Outer
+from ngplus.factors import Factors, Outer
 from ngplus.layers.linear import linear_factors
 from ngplus.layers.matrix import MatrixSpec
 from ngplus.layers.rule import Batch, LayerRule, Watcher, register_layer
@@ -66,13 +66,17 @@ class MultiheadAttentionRule(LayerRule):
             if output is None:  # the call raised; hooks run all the same, so that nothing stays hidden
                 return None
             attended, *rest = output
-            out = F.linear(attended, module.out_proj.weight, module.out_proj.bias)
+            # In the memory order of torch's own projection: the dropout that follows draws its mask in that order.
+            turned = module.batch_first and attended.dim() == 3
+            flat = attended.transpose(0, 1) if turned else attended
+            out = F.linear(flat, module.out_proj.weight, module.out_proj.bias)
+            out = out.transpose(0, 1) if turned else out
             watcher.record(0, out, (attended,), _build_linear(module))
             return (out, *rest)
 
         return [
             module.register_forward_pre_hook(watcher.hook(before), with_kwargs=True),
-            module.register_forward_hook(watcher.hook(after), always_call=True),
+            module.register_forward_hook(watcher.hook(after), always_call=True, prepend=True),
         ]
 
 

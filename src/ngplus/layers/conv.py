@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from ngplus.fisher import Factors, Outer
+from ngplus.factors import Factors, Outer
 from ngplus.layers.matrix import MatrixSpec
 from ngplus.layers.rule import Batch, LayerRule, register_layer
 
@@ -49,12 +49,12 @@ class Patches:
         return w.permute(order).reshape(self.shape[0], len(w), self.shape[2], self.shape[3])
 
 
-def conv_factors(patches: Patches, grad: Tensor, active: tuple[bool, ...], groups: int, samples: int) -> Outer:
+def conv_factors(patches: Patches | None, grad: Tensor, active: tuple[bool, ...], groups: int, samples: int) -> Outer:
     """G_i = sum over output positions of g_ip [patch_ip; 1]^T, a group at a time."""
     g = grad.unflatten(0, (samples, -1)).unflatten(2, (groups, -1)).flatten(4)  # [samples, rows, groups, m, positions]
     left = g.permute(2, 0, 1, 4, 3).flatten(2, 3)
-    weight, bias = active[0], len(active) > 1 and active[1]
-    if weight:
+    bias = len(active) > 1 and active[1]
+    if patches is not None and active[0]:
         return Outer(left, patches, ones=bias)
     return Outer(left, left[..., :0], ones=bias)
 
@@ -66,6 +66,8 @@ def _batched(x: Tensor, spatial: int) -> Tensor:
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class ConvRule(LayerRule):
     """Any stride, padding, padding mode, dilation, groups; a group is a matrix (out/groups, in/groups * kernel)."""
+
+    bias_needs_input = False
 
     def matrices(self, module: nn.Module) -> list[MatrixSpec]:
         assert isinstance(module, _ConvNd)
@@ -82,9 +84,11 @@ class ConvRule(LayerRule):
         assert isinstance(module, _ConvNd)
         spatial = len(module.kernel_size)
         (x,) = inputs
-        assert x is not None
-        x, grad = _batched(x, spatial), _batched(grad, spatial)
-        samples = batch.count(len(x)) if batch.dim is not None else 1
+        grad = _batched(grad, spatial)
+        samples = batch.count(len(grad)) if batch.dim is not None else 1
+        if x is None:
+            return conv_factors(None, grad, active, module.groups, samples)
+        x = _batched(x, spatial)
         padding = module._reversed_padding_repeated_twice
         if any(padding):
             x = F.pad(x, padding) if module.padding_mode == "zeros" else F.pad(x, padding, mode=module.padding_mode)
@@ -95,6 +99,8 @@ class ConvRule(LayerRule):
 @register_layer(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 class ConvTransposeRule(LayerRule):
     """A transposed convolution is a plain one, stride 1 and kernel reversed, on its input with zeros set in between."""
+
+    bias_needs_input = False
 
     def matrices(self, module: nn.Module) -> list[MatrixSpec]:
         assert isinstance(module, _ConvNd)
@@ -112,9 +118,11 @@ class ConvTransposeRule(LayerRule):
         kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
         spatial = len(kernel)
         (x,) = inputs
-        assert x is not None
-        x, grad = _batched(x, spatial), _batched(grad, spatial)
-        samples = batch.count(len(x)) if batch.dim is not None else 1
+        grad = _batched(grad, spatial)
+        samples = batch.count(len(grad)) if batch.dim is not None else 1
+        if x is None:
+            return conv_factors(None, grad, active, module.groups, samples)
+        x = _batched(x, spatial)
         sizes = [(size - 1) * s + 1 for size, s in zip(x.shape[2:], stride, strict=True)]
         spread = x.new_zeros(*x.shape[:2], *sizes)
         every: tuple[Any, ...] = (..., *(slice(None, None, s) for s in stride))

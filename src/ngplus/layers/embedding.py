@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngplus.fisher import Bags, Factors, Lookup
+from ngplus.factors import Bags, Factors, Lookup
 from ngplus.layers.matrix import MatrixSpec
-from ngplus.layers.rule import Batch, LayerRule, register_layer
+from ngplus.layers.rule import Batch, LayerRule, NotPerSample, register_layer
 
 
 @register_layer(nn.Embedding)
@@ -19,7 +19,7 @@ class EmbeddingRule(LayerRule):
 
     Positions that are looked up once for the whole batch, with an index of shape [1, length], get the batch dimension
     that they lack: the output is expanded (not copied) on a refresh step, so that its gradient comes sample by sample.
-    An index whose first dimension is neither 1 nor the batch has no samples of its own; its gradient counts as one.
+    An index whose first dimension is not the batch, such as ``arange(length)``, has no samples of its own.
     """
 
     def matrices(self, module: nn.Module) -> list[MatrixSpec]:
@@ -46,8 +46,8 @@ class EmbeddingRule(LayerRule):
         if weight is not None:
             grad = grad * weight[..., None]
         index = index.expand(grad.shape[:-1]).long()
-        if index.dim() == 0 or (batch.dim == 0 and batch.size and len(index) != batch.size):
-            batch = Batch(None)
+        if batch.dim == 0 and batch.size and (index.dim() == 0 or len(index) != batch.size):
+            raise NotPerSample("its index has no batch dimension")
         return Lookup(batch.fold(index, 0), batch.fold(grad), module.num_embeddings)
 
 

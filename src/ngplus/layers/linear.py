@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ngplus.fisher import Factors, Outer
+from ngplus.factors import Factors, Outer
 from ngplus.layers.matrix import MatrixSpec
 from ngplus.layers.rule import Batch, LayerRule, register_layer
 
 
-def linear_factors(x: Tensor, grad: Tensor, active: tuple[bool, ...], batch: Batch) -> Outer:
-    """G_i = sum_p g_ip [a_ip; 1]^T for y = W a + b."""
-    a, g = batch.fold(x), batch.fold(grad)
-    weight, bias = active[0], len(active) > 1 and active[1]
-    return Outer(g[None], (a if weight else a[..., :0])[None], ones=bias)
+def linear_factors(x: Tensor | None, grad: Tensor, active: tuple[bool, ...], batch: Batch) -> Outer:
+    """G_i = sum_p g_ip [a_ip; 1]^T for y = W a + b; without W the input is not needed."""
+    g = batch.fold(grad)
+    a = batch.fold(x) if active[0] and x is not None else g[..., :0]
+    return Outer(g[None], a[None], ones=len(active) > 1 and active[1])
 
 
 @register_layer(nn.Linear)
 class LinearRule(LayerRule):
     """y = x W^T + b on input of any number of dimensions: [W b] is (out, in + 1)."""
+
+    bias_needs_input = False
 
     def matrices(self, module: nn.Module) -> list[MatrixSpec]:
         return [MatrixSpec(("weight", "bias"))]
@@ -32,7 +34,6 @@ class LinearRule(LayerRule):
         batch: Batch,
     ) -> Factors:
         (x,) = inputs
-        assert x is not None
         return linear_factors(x, grad, active, batch)
 
 

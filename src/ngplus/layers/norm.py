@@ -8,13 +8,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from ngplus.fisher import Factors, Rows
+from ngplus.factors import Factors, Rows
 from ngplus.layers.matrix import MatrixSpec
 from ngplus.layers.rule import Batch, LayerRule, register_layer
 
 
 class NormRule(LayerRule):
     """y = scale * normalized + shift: G_i = [sum_p g_ip * normalized_ip, sum_p g_ip]."""
+
+    bias_needs_input = False
 
     def matrices(self, module: nn.Module) -> list[MatrixSpec]:
         return [MatrixSpec(("weight", "bias"), ("column", "column"))]
@@ -36,9 +38,8 @@ class NormRule(LayerRule):
         batch: Batch,
     ) -> Factors:
         (x,) = inputs
-        assert x is not None
         columns = []
-        if active[0]:
+        if active[0] and x is not None:
             columns.append(self.by_feature(module, grad * self.normalized(module, x).to(grad.dtype), batch).sum(1))
         if len(active) > 1 and active[1]:
             columns.append(self.by_feature(module, grad, batch).sum(1))

@@ -13,8 +13,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ngplus.fisher import Factors
+from ngplus.factors import Factors
 from ngplus.layers.matrix import MatrixSpec
+
+
+class NotPerSample(Exception):
+    """Raised by a rule for a call whose per-sample gradients it cannot give; mini-batch curvature takes their place."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,10 @@ class Batch:
 class LayerRule:
     """The base of all rules. A rule for a layer with one matrix overrides ``matrices`` and ``factors``."""
 
-    #: Layers with the same samples and gradients need no rule of their own to be watched: one forward hook does.
+    #: Does the rule speak for the parameters of the module's children, too?
     claims_children = False
+    #: Are the inputs needed where only the second parameter, the bias, is trained?
+    bias_needs_input = True
 
     def matrices(self, module: nn.Module) -> list[MatrixSpec]:
         """The matrices that the module's parameters form; parameters that are None are left out by the caller."""
@@ -79,7 +85,8 @@ class LayerRule:
 
     def watch(self, module: nn.Module, watcher: Watcher) -> list[Any]:
         """Registers the hooks that hand inputs and output gradients over; returns their handles."""
-        return [module.register_forward_hook(watcher.forward_hook(0), with_kwargs=True)]
+        # Before the user's own hooks: these may change the output.
+        return [module.register_forward_hook(watcher.forward_hook(0), with_kwargs=True, prepend=True)]
 
 
 class Watcher:
@@ -93,6 +100,10 @@ class Watcher:
         raise NotImplementedError
 
     def recording(self, matrix: int) -> bool:
+        raise NotImplementedError
+
+    def refuse(self, matrix: int, reason: str) -> None:
+        """Leaves the matrix to mini-batch curvature."""
         raise NotImplementedError
 
     def record(

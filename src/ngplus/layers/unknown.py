@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
-from ngplus.fisher import Factors, Rows
+from ngplus.factors import Factors, Rows
 from ngplus.layers.matrix import Layout, MatrixSpec
-from ngplus.layers.rule import Batch, LayerRule, Watcher
+from ngplus.layers.rule import Batch, LayerRule, NotPerSample, Watcher
 
 
 class UnknownModuleRule(LayerRule):
@@ -43,21 +43,27 @@ class UnknownModuleRule(LayerRule):
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
             leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
             tensors = tuple(x.detach() if isinstance(x, Tensor) else None for x in leaves)
-            first = output if isinstance(output, Tensor) else output[0] if isinstance(output, tuple) else None
-            if not isinstance(first, Tensor):
-                return
+            outputs = pytree.tree_leaves(output)
+            found = [i for i, x in enumerate(outputs) if isinstance(x, Tensor) and x.requires_grad]
             for i, spec in enumerate(specs):
-                if watcher.recording(i):
-                    watcher.record(i, first, tensors, _Build(module, spec, leaves, tree))
+                if not watcher.recording(i):
+                    continue
+                if len(found) == 1:
+                    build = _Build(module, spec, leaves, tree, found[0])
+                    watcher.record(i, outputs[found[0]], tensors, build)
+                elif found:
+                    watcher.refuse(i, f"{type(module).__name__} has several outputs")
 
-        return [module.register_forward_hook(watcher.hook(after), with_kwargs=True)]
+        return [module.register_forward_hook(watcher.hook(after), with_kwargs=True, prepend=True)]
 
 
 class _Build:
     """G_i = d <f(W; x_i), g_i> / dW for each sample i, by vmap over the module's forward."""
 
-    def __init__(self, module: nn.Module, spec: MatrixSpec, leaves: list[Any], tree: pytree.TreeSpec) -> None:
-        self.module, self.spec, self.tree = module, spec, tree
+    def __init__(
+        self, module: nn.Module, spec: MatrixSpec, leaves: list[Any], tree: pytree.TreeSpec, output: int
+    ) -> None:
+        self.module, self.spec, self.tree, self.output = module, spec, tree, output
         self.constants = [None if isinstance(x, Tensor) else x for x in leaves]
 
     def __call__(
@@ -83,7 +89,7 @@ class _Build:
         along = [None if x is None or x.dim() <= dim or x.shape[dim] != count else dim for x in inputs]
 
         if all(axis is None for axis in along):
-            raise ValueError(f"no input of {type(self.module).__name__} shares the batch dimension of its output")
+            raise NotPerSample(f"no input of {type(self.module).__name__} shares the batch dimension of its output")
         missing = [x is None for x in inputs]
 
         def inner(params: dict[str, Tensor], tensors: list[Tensor], g: Tensor) -> Tensor:
@@ -93,12 +99,14 @@ class _Build:
             ]
             args, kwargs = pytree.tree_unflatten(leaves, self.tree)
             output = functional_call(self.module, {**fixed, **params}, args, kwargs)
-            output = output if isinstance(output, Tensor) else output[0]
-            return (output * one(g)).sum()
+            return (pytree.tree_leaves(output)[self.output] * one(g)).sum()
 
         tensors = [torch.zeros(()) if x is None else x for x in inputs]
-        with torch.enable_grad():
-            per_row = vmap(grad(inner), in_dims=(None, along, dim))(varied, tensors, gradient)
+        try:
+            with torch.enable_grad():
+                per_row = vmap(grad(inner), in_dims=(None, along, dim))(varied, tensors, gradient)
+        except Exception as error:  # whatever vmap cannot follow
+            raise NotPerSample(f"vmap does not apply: {str(error).splitlines()[0]}") from error
         layout = Layout([varied[name].shape for name in names], kinds)
         values = torch.stack([layout.join([per_row[n][i] for n in names])[0] for i in range(count)])
         samples = batch.count(count)

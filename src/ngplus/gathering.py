@@ -1,0 +1,118 @@
+"""What the model's passes bring for the next refresh: capture on one side, sums of products on the other.
+
+The optimizer arms the matrices that are due and takes what was gathered at the step; this class does what lies between.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ngplus import curvature as curvatures
+from ngplus.capture import BatchDims, Capture
+from ngplus.curvature import Gathered, Group
+from ngplus.factors import Bags, Factors, Lookup
+from ngplus.matrices import ParameterMatrix, Use
+
+CHECKED_ROWS = 1_000_000  # embeddings above this size are not checked for uses that capture has missed
+
+
+def seed_of(group: Group) -> int:
+    """The seed of a step's sub-sample and sketches: by the group's seed and the step alone, on every rank alike."""
+    return int(group["seed"]) * 1_000_003 + int(group["step"])
+
+
+class Gathering:
+    """The sums of products of all matrices since the last step. ``groups`` has the options of each parameter."""
+
+    def __init__(self, matrices: list[ParameterMatrix], groups: Mapping[nn.Parameter, Group]) -> None:
+        self._matrices, self._groups = matrices, groups
+        self._gathered: dict[int, Gathered] = {}
+        self._capture: Capture | None = None
+
+    def watch(self, model: nn.Module, uses: list[Use], batch_dim: BatchDims, compiled: nn.Module | None) -> None:
+        """Installs the capture. It knows this object weakly, so that hooks go with the optimizer."""
+        before, after = _weakly(self._drop_stale), _weakly(self._check_coverage)
+        self._capture = Capture(model, uses, _weakly(self._gather), batch_dim, before, after)
+        if compiled is not None:
+            self._capture.run_eagerly(compiled)
+
+    def remove(self) -> None:
+        if self._capture is not None:
+            self._capture.remove()
+
+    @property
+    def forward_seen(self) -> bool:
+        """Has the model been called, with gradients, since the last step?"""
+        return self._capture is not None and self._capture.forward_seen
+
+    def finish(self) -> None:
+        """Before the step: all that has arrived is counted in."""
+        if self._capture is not None:
+            self._capture.flush()
+
+    def take(self, matrix: ParameterMatrix) -> Gathered | None:
+        return self._gathered.pop(id(matrix), None)
+
+    def drop(self) -> None:
+        """Forgets what was gathered, as when gradients are set to zero."""
+        self._gathered.clear()
+        if self._capture is not None:
+            self._capture.discard()
+
+    def forget(self) -> None:
+        """After the step: the next one begins."""
+        self.drop()
+        if self._capture is not None:
+            self._capture.forward_seen = False
+
+    def _gather(self, matrix: ParameterMatrix, factors: Factors) -> None:
+        group = self._groups[matrix.params[0]]
+        small = not isinstance(factors, Lookup | Bags) or factors.rows <= CHECKED_ROWS
+        check = small and not matrix.checked and not _many_ranks()
+        gathered = self._gathered.setdefault(id(matrix), Gathered())
+        curvatures.gather(gathered, matrix, factors, group, seed_of(group), check)
+
+    def _drop_stale(self) -> None:
+        """Before a forward pass: gradients thrown away (model.zero_grad()) take with them what was gathered."""
+        for matrix in self._matrices:
+            if id(matrix) in self._gathered and all(p.grad is None for p in matrix.params):
+                del self._gathered[id(matrix)]
+
+    def _check_coverage(self) -> None:
+        """After the backward pass of the first refresh: do the captured parts add up to the gradients?
+
+        What is left over comes from a use that no watched module made, such as ``F.linear(x, embedding.weight)`` or a
+        penalty on the weights in the loss.
+        """
+        for matrix in self._matrices:
+            gathered = self._gathered.get(id(matrix))
+            if gathered is None or gathered.gradient is None or any(p.grad is None for p in matrix.active_params):
+                continue
+            grads = [p.grad.to_dense() for p in matrix.active_params if p.grad is not None]
+            gradient = matrix.layout.join(grads).to(gathered.gradient)
+            left_over = torch.linalg.vector_norm(gradient - gathered.gradient)
+            # Factors of 16 bits come from float16 or bfloat16 parameters, or from autocast.
+            rounding = (5e-2 if gathered.coarse else 1e-3) * gathered.length()
+            matrix.checked, gathered.gradient = True, None
+            if bool(left_over > rounding):
+                matrix.fall_back("a part of its gradient does not come from calls of its module")
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(*args)
+
+    return call
+
+
+def _many_ranks() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -1,0 +1,69 @@
+"""The gradients of a step as matrices, and whether they are fit for one: finite, unscaled, reached by the loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ngplus.matrices import ParameterMatrix
+
+
+def gradient_matrix(
+    matrix: ParameterMatrix, group: dict[str, Any], grad_scale: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """G as [groups, m, n]. Of a sparse gradient only the rows that it touches, and their indices."""
+    matrix.update_layout()
+    grads = [p.grad for p in matrix.active_params]
+    rows, first = None, grads[0]
+    if first is not None and first.is_sparse:
+        if group["weight_decay"] != 0:
+            raise RuntimeError(f"weight_decay option is not compatible with the sparse gradient of {matrix.name!r}")
+        first = first.coalesce()
+        if len(grads) == 1 and matrix.side(group["side"]) == "right" and matrix.kinds[0] == "rows":
+            rows = first.indices()
+        grads[0] = first.values().flatten(1) if rows is not None else first.to_dense()
+    if rows is not None:
+        assert grads[0] is not None
+        gradient = grads[0][None].to(matrix.dtype)
+    else:
+        pairs = zip(matrix.active_params, grads, strict=True)
+        gradient = matrix.layout.join([torch.zeros_like(p) if g is None else g for p, g in pairs]).to(matrix.dtype)
+    if grad_scale is not None:
+        gradient = gradient / grad_scale
+    return (-gradient if group["maximize"] else gradient), rows
+
+
+def check_finite(work: Iterable[ParameterMatrix]) -> Tensor:
+    """The norms of the gradients, or an error with the names of those that are not finite."""
+    grads = [(name, p.grad) for m in work for name, p in zip(m.names, m.params, strict=True) if p.grad is not None]
+    tensors = [grad.coalesce().values() if grad.is_sparse else grad for _, grad in grads]
+    norms = torch.stack([n.float().cpu() for n in torch._foreach_norm(tensors)])
+    finite = norms.isfinite()
+    if not bool(finite.all()):
+        bad = [name for (name, _), good in zip(grads, finite.tolist(), strict=True) if not good]
+        raise RuntimeError(
+            f"Gradients that are not finite, or too large for their norm: {', '.join(bad[:5])}"
+            f"{' and more' if len(bad) > 5 else ''}. No parameter was changed"
+        )
+    return norms
+
+
+def captured_scale(optimizer: Any) -> Tensor | float:
+    """The factor that gradients captured during backward carry in mixed precision.
+
+    A GradScaler sets ``grad_scale``, but not after ``unscale_`` (the recipe for clipping): then the gradients in .grad
+    are unscaled already, those captured are not, and only the scaler that is calling the optimizer has the number.
+    """
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is None and getattr(optimizer, "found_inf", None) is not None:
+        frame = inspect.currentframe()
+        while frame is not None:
+            scaler = frame.f_locals.get("self")
+            if isinstance(scaler, torch.amp.GradScaler):
+                return scaler.get_scale()
+            frame = frame.f_back
+    return 1.0 if scale is None else scale
