@@ -1,0 +1,40 @@
+"""The command line: ``ngplus train | compare | tune | report | plan | bench | figure``.
+
+Each command lives in a module of its own with a ``register(app)`` that adds it; the module's heavy imports are inside its
+functions, so that ``ngplus --help`` is quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import typer
+
+app = typer.Typer(
+    name="ngplus",
+    help="NG+ for PyTorch: compare optimizers, tune them, measure them, look at the theory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+# The modules that have commands, in the order of the help.
+COMMANDS: tuple[str, ...] = ()
+
+
+@app.callback()
+def _root() -> None:
+    """Keeps the commands under their names, however many there are."""
+
+
+for _module in COMMANDS:
+    importlib.import_module(f"ngplus.lab.{_module}").register(app)
+
+
+def main() -> None:
+    """The entry point of the ``ngplus`` script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""The workloads by name. Their modules are imported when asked for, since each brings libraries of its own."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+
+from ngplus.lab.workloads.base import DataError, Preset, Task, Workload
+
+# name: module and class
+_WORKLOADS: dict[str, tuple[str, str]] = {}
+
+
+def names() -> list[str]:
+    return list(_WORKLOADS)
+
+
+def get(name: str) -> Workload:
+    """The workload of that name; an unknown one is refused with the nearest name."""
+    if name not in _WORKLOADS:
+        near = difflib.get_close_matches(name, _WORKLOADS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise KeyError(f"There is no workload {name!r}{hint} (known: {', '.join(_WORKLOADS)})")
+    module, cls = _WORKLOADS[name]
+    workload: Workload = getattr(importlib.import_module(f"ngplus.lab.workloads.{module}"), cls)()
+    return workload
+
+
+__all__ = ["DataError", "Preset", "Task", "Workload", "get", "names"]

@@ -1,0 +1,70 @@
+"""What a workload is: a model, data and a measure, in a small and a paper-sized preset.
+
+A :class:`Workload` is a description that costs nothing to import. ``open`` reads its data and gives a :class:`Task`, all
+that a training loop needs. Batches depend on the seed and the step alone, so a run can go on from any step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+
+class DataError(Exception):
+    """Data that is missing or damaged; the message says what was looked for, where to get it and how to lay it out."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The size of a run. ``target`` is a value of the workload's measure that separates good from bad."""
+
+    steps: int
+    batch_size: int
+    evaluate_every: int
+    target: float
+    schedule: str = "cosine"  # the schedule family, the same for every optimizer
+    warmup: int = 0  # steps
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the model and the data
+
+
+class Task(ABC):
+    """A workload with its data in memory."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """A new model; its weights come from torch's global random numbers, which the caller seeds."""
+
+    @abstractmethod
+    def batch(self, seed: int, step: int) -> Any:
+        """The mini-batch of a step, the same whenever it is asked for."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The mean loss of a batch, to call backward on."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Validation metrics in eval mode, ``loss`` among them, and the workload's measure."""
+
+
+class Workload(ABC):
+    """A named experiment."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    measure: ClassVar[str]  # the metric that the target is about
+    higher_is_better: ClassVar[bool]
+    presets: ClassVar[Mapping[str, Preset]]  # "small" and "paper"
+    needs_data: ClassVar[bool] = True
+
+    @abstractmethod
+    def open(self, preset: Preset, data: Path | None) -> Task:
+        """Reads the data from the folder that the user names, or raises :class:`DataError`."""
+
+    def reached(self, value: float, target: float) -> bool:
+        return value >= target if self.higher_is_better else value <= target
