@@ -2,3 +2,16 @@
 
 It is an extra (``pip install ngplus[lab]``); ``import ngplus`` does not load it.
 """
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """The ``ngplus`` command."""
+    try:
+        from ngplus.lab.cli import app
+    except ModuleNotFoundError as error:
+        sys.exit(f"The ngplus command needs {error.name}, which comes with the extra: pip install 'ngplus[lab]'")
+    app()

@@ -1,7 +1,7 @@
 """The command line: ``ngplus train | compare | tune | report | plan | bench | figure``.
 
-Each command lives in a module of its own with a ``register(app)`` that adds it; the module's heavy imports are inside its
-functions, so that ``ngplus --help`` is quick.
+Each command lives in a module of its own with a ``register(app)`` that adds it; the module's heavy imports are inside
+its functions, so that ``ngplus --help`` is quick.
 """
 
 from __future__ import annotations
@@ -29,12 +29,3 @@ def _root() -> None:
 
 for _module in COMMANDS:
     importlib.import_module(f"ngplus.lab.{_module}").register(app)
-
-
-def main() -> None:
-    """The entry point of the ``ngplus`` script."""
-    app()
-
-
-if __name__ == "__main__":
-    main()

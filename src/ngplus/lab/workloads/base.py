@@ -1,7 +1,7 @@
 """What a workload is: a model, data and a measure, in a small and a paper-sized preset.
 
-A :class:`Workload` is a description that costs nothing to import. ``open`` reads its data and gives a :class:`Task`, all
-that a training loop needs. Batches depend on the seed and the step alone, so a run can go on from any step.
+A :class:`Workload` is a description that costs nothing to import. ``open`` reads its data and gives a :class:`Task`,
+all that a training loop needs. Batches depend on the seed and the step alone, so a run can go on from any step.
 """
 
 from __future__ import annotations
