@@ -32,7 +32,11 @@ class Lazy(Protocol):
 
     shape: tuple[int, ...]
 
-    def take(self, samples: Tensor | slice) -> Tensor: ...
+    def take(self, samples: Tensor | slice) -> Tensor:
+        """[groups, samples, positions, n] of these samples."""
+
+    def outer(self, samples: Tensor | slice, left: Tensor) -> Tensor:
+        """sum_p r_ip l_ip^T, [groups, samples, n, m], by whatever way is best."""
 
 
 Factor = Tensor | Lazy
@@ -149,6 +153,13 @@ class Outer(Factors):
     def pair(
         self, side: str, form: str, samples: Tensor | slice, sketch: Sketch | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
+        if form == "explicit" and sketch is None and not isinstance(self.right, Tensor):
+            left = _take(self.left, samples).to(dtype)
+            tall = self.right.outer(samples, left)
+            if self.ones:
+                tall = torch.cat((tall, left.sum(-2)[..., None, :]), dim=-2)
+            tall = (tall if side == "left" else tall.mT).flatten(1, 2)
+            return tall, tall
         curved = self._curved(side, samples, dtype)
         other, ones = self._other(side, samples, sketch, dtype)
         if form == "rank-one":

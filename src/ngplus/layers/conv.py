@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,24 +30,69 @@ class Patches:
         samples: int,
         flip: bool = False,
     ) -> None:
-        windows = padded
-        for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True)):
-            windows = windows.unfold(2 + dim, d * (k - 1) + 1, s)[..., ::d]
-        spatial = len(kernel)
-        if flip:
-            windows = windows.flip(tuple(range(2 + spatial, 2 + 2 * spatial)))
-        # [batch, groups, in/groups, *out, *kernel], a view until samples are taken
-        self._windows = windows.unflatten(0, (samples, -1)).unflatten(2, (groups, -1))
-        self._spatial = spatial
-        positions = len(padded) // samples * windows.shape[2 : 2 + spatial].numel()
-        cols = windows.shape[1] // groups * _prod(kernel)
-        self.shape: tuple[int, ...] = (groups, samples, positions, cols)
+        self._x = padded.unflatten(0, (samples, -1)).unflatten(2, (groups, -1))  # [samples, rows, groups, in, *size]
+        self._kernel, self._stride, self._dilation, self._flip = tuple(kernel), tuple(stride), tuple(dilation), flip
+        spans = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        self._out = tuple((n - r - 1) // s + 1 for n, r, s in zip(padded.shape[2:], spans, stride, strict=True))
+        rows, inputs = self._x.shape[1], self._x.shape[3]
+        self.shape: tuple[int, ...] = (groups, samples, rows * _prod(self._out), inputs * _prod(kernel))
 
     def take(self, samples: Tensor | slice) -> Tensor:
-        w, n = self._windows[samples], self._spatial
+        x, n = self._x[samples], len(self._kernel)
+        for dim, (k, s, d) in enumerate(zip(self._kernel, self._stride, self._dilation, strict=True)):
+            x = x.unfold(4 + dim, d * (k - 1) + 1, s)[..., ::d]
+        if self._flip:
+            x = x.flip(tuple(range(4 + n, 4 + 2 * n)))
         # [samples, rows, groups, in/groups, *out, *kernel] to [groups, samples, rows, *out, in/groups, *kernel]
         order = (2, 0, 1, *range(4, 4 + n), 3, *range(4 + n, 4 + 2 * n))
-        return w.permute(order).reshape(self.shape[0], len(w), self.shape[2], self.shape[3])
+        return x.permute(order).reshape(self.shape[0], len(x), self.shape[2], self.shape[3])
+
+    def outer(self, samples: Tensor | slice, left: Tensor) -> Tensor:
+        """sum_p patch_ip l_ip^T, [groups, samples, in/groups * kernel, m], without unfolding.
+
+        The gradients are set into rows as long as those of the input's grid; then the patches' entries at one place of
+        the kernel are one slice of the flat input, and a product of two views. A stride cuts the input into phases.
+        """
+        x, n = self._x[samples], len(self._kernel)
+        count, rows, groups, inputs = x.shape[:4]
+        x = x.flatten(0, 2)  # [samples * rows * groups, in/groups, *size]
+        grid = [-(-size // s) for size, s in zip(x.shape[2:], self._stride, strict=True)]
+        steps = [_prod(grid[i + 1 :]) for i in range(n)]  # of the flat grid
+        shifts = [d * (k - 1) // s for d, k, s in zip(self._dilation, self._kernel, self._stride, strict=True)]
+        length = self._out[0] * steps[0]
+        reach = sum(shift * step for shift, step in zip(shifts, steps, strict=True)) + length
+        flat = self._phases(x, grid, max(0, reach - _prod(grid)))
+        # [groups, samples, positions, m] to [samples * rows * groups, m, *out], set into the grid
+        m = left.shape[-1]
+        g = left.unflatten(2, (rows, -1)).permute(1, 2, 0, 4, 3).reshape(count * rows * groups, m, *self._out)
+        widen: list[int] = []
+        for i in reversed(range(1, n)):
+            widen += [0, grid[i] - self._out[i]]
+        g = (F.pad(g, widen) if any(widen) else g).flatten(2).mT
+        places = list(itertools.product(*(range(k) for k in self._kernel)))
+        out = x.new_empty(len(places), len(g), inputs, m, dtype=g.dtype)
+        for i, place in enumerate(places):
+            offsets = [p * d for p, d in zip(place, self._dilation, strict=True)]
+            phase = [o % s for o, s in zip(offsets, self._stride, strict=True)]
+            start = sum(o // s * step for o, s, step in zip(offsets, self._stride, steps, strict=True))
+            torch.bmm(flat[tuple(phase)][..., start : start + length].to(g.dtype), g, out=out[i])
+        if self._flip:
+            out = out.flip(0)
+        # [kernel, samples, rows, groups, in, m] to [groups, samples, in * kernel, m]
+        out = out.unflatten(1, (count, rows, groups)).sum(2) if rows > 1 else out.unflatten(1, (count, groups))
+        return out.permute(2, 1, 3, 0, 4).flatten(2, 3)
+
+    def _phases(self, x: Tensor, grid: Sequence[int], extra: int) -> Tensor:
+        """[*stride, batch, in, flat grid]: the input at every stride-th place, from each start."""
+        missing = [length * s - size for length, s, size in zip(grid, self._stride, x.shape[2:], strict=True)]
+        if any(missing):
+            x = F.pad(x, [p for m in reversed(missing) for p in (0, m)])
+        n = len(grid)
+        for i in range(n):
+            x = x.unflatten(2 + 2 * i, (grid[i], self._stride[i]))
+        order = (*range(3, 3 + 2 * n, 2), 0, 1, *range(2, 2 + 2 * n, 2))
+        flat = x.permute(order).flatten(2 + n)
+        return F.pad(flat, (0, extra)) if extra else flat
 
 
 def conv_factors(patches: Patches | None, grad: Tensor, active: tuple[bool, ...], groups: int, samples: int) -> Outer:

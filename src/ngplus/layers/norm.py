@@ -84,13 +84,37 @@ class GroupNormRule(_ChannelNormRule):
 
 @register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class BatchNormRule(_ChannelNormRule):
-    """Each sample's share of the gradient; the statistics tie the samples together, as they do in the loss."""
+    """Each sample's share of the gradient; the statistics tie the samples together, as they do in the loss.
 
-    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
+    The normalized input is never written out: sum_p g (x - mean) / std = (sum_p g x - mean sum_p g) / std.
+    """
+
+    def factors(
+        self,
+        module: nn.Module,
+        inputs: tuple[Tensor | None, ...],
+        grad: Tensor,
+        active: tuple[bool, ...],
+        batch: Batch,
+    ) -> Factors:
         assert isinstance(module, _BatchNorm)
-        if module.training or module.running_mean is None:
-            return F.batch_norm(x, None, None, training=True, eps=module.eps)
-        return F.batch_norm(x, module.running_mean, module.running_var, training=False, eps=module.eps)
+        (x,) = inputs
+        shift = grad.flatten(2).sum(-1) if grad.dim() > 2 else grad
+        columns = []
+        if active[0] and x is not None:
+            x = x.to(grad.dtype)
+            if module.training or module.running_mean is None:
+                var, mean = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
+            else:
+                assert module.running_var is not None
+                var, mean = module.running_var, module.running_mean
+            product = torch.linalg.vecdot(grad.flatten(2), x.flatten(2)) if x.dim() > 2 else grad * x
+            columns.append((product - mean * shift) * (var + module.eps).rsqrt())
+        if active[-1]:
+            columns.append(shift)
+        samples = 1 if batch.dim is None else batch.count(len(grad))
+        values = torch.stack(columns, dim=-1).unflatten(0, (samples, -1)).sum(1)
+        return Rows(values[None])
 
 
 @register_layer(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
