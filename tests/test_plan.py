@@ -1,0 +1,187 @@
+"""plan(), curvature(), gfim() and the Preconditioner: what a person looks at, and what a program can use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import reference as ref
+import torch
+from torch import Tensor, nn
+
+import ngplus
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().flatten(1).sum(1).mean()
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+
+
+def data() -> tuple[Tensor, Tensor]:
+    return torch.randn(6, 2, 4, 4), torch.randn(6, 3)
+
+
+def one_step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    loss_fn(model(x), y).backward()
+    optimizer.step()
+
+
+def state_bytes(optimizer: ngplus.NGPlus) -> int:
+    """Bytes of the curvature's tensors: all but the momentum buffers."""
+    return sum(
+        value.numel() * value.element_size()
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if isinstance(value, Tensor) and key not in ("momentum_buffer", "damping")
+    )
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"scaling": "inverse", "solver": "dense"},
+    {"scaling": "inverse", "solver": "woodbury"},
+    {"scaling": "inverse", "solver": "dense", "block_size": 3},
+    {"scaling": "inverse", "curvature": "momentum"},
+    {"scaling": "inverse", "curvature": "batch"},
+    {"scaling": "adaptive"},
+    {"scaling": "adaptive", "curvature": "momentum", "block_size": 2},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_state_bytes_are_those_that_the_state_has(options: dict[str, Any]) -> None:
+    model = net()
+    optimizer = ngplus.NGPlus(model, **options)
+    before = optimizer.plan(batch_size=6, positions=4)
+    one_step(model, optimizer, *data())
+    after = optimizer.plan()
+    assert abs(after.state_bytes - state_bytes(optimizer)) <= 8 * len(after)  # but for lambda, a number each
+    if options.get("solver") != "woodbury":  # whose rank depends on each layer's positions
+        assert abs(before.state_bytes - state_bytes(optimizer)) <= 8 * len(after)
+
+
+def test_every_parameter_has_one_row() -> None:
+    model = net()
+    plan = ngplus.NGPlus(model).plan()
+    assert [row.parameters for row in plan] == [
+        ("0.weight", "0.bias"),
+        ("1.weight", "1.bias"),
+        ("4.weight", "4.bias"),
+    ]
+    assert [row.shape for row in plan] == [(4, 19), (4, 2), (3, 17)]
+    assert [row.side for row in plan] == ["left", "right", "left"]
+    assert plan["1.bias"] is plan[1]
+    assert plan.as_dicts()[0]["name"] == "0.weight"
+    with pytest.raises(KeyError):
+        plan["nothing"]
+
+
+def test_the_table_names_every_parameter_and_what_it_gets() -> None:
+    class Token(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token, self.head = nn.Parameter(torch.zeros(1, 4)), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x + self.token)
+
+    text = str(ngplus.NGPlus(Token(), block_size=2).plan(batch_size=8))
+    for part in ("token", "head.weight + bias", "mini-batch", "rank-one", "eigenbasis", "no layer rule covers it"):
+        assert part in text, part
+    assert "total" in text.splitlines()[-2]
+
+
+def test_flops_of_a_step_are_counted() -> None:
+    """The dense direction of one layer against torch's own counter."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = nn.Linear(30, 12)
+    optimizer = ngplus.NGPlus(model, scaling="inverse", solver="dense", momentum=0.0)
+    x, y = torch.randn(6, 30), torch.randn(6, 12)
+    one_step(model, optimizer, x, y)
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    assert counter.get_total_flops() == optimizer.plan().step_flops == 2 * 12 * 12 * 31
+
+
+def test_curvature_is_recovered_from_the_inverse() -> None:
+    """Exact until the next step; later from the inverse, or from the eigenbasis."""
+    torch.manual_seed(0)
+    for options in ({"scaling": "inverse", "solver": "dense"}, {"scaling": "adaptive"}):
+        model = net().double()
+        optimizer = ngplus.NGPlus(model, **options)
+        x, y = (t.double() for t in data())
+        one_step(model, optimizer, x, y)
+        exact = {name: optimizer.curvature(name).matrix.clone() for name, _ in model.named_parameters()}
+        one_step(model, optimizer, x, y)
+        for name, matrix in exact.items():
+            assert ref.relative_error(optimizer.curvature(name).matrix, matrix) < 1e-8
+
+
+def test_curvature_of_an_unknown_name_or_before_the_first_step() -> None:
+    model = net()
+    optimizer = ngplus.NGPlus(model)
+    with pytest.raises(KeyError, match="nothing"):
+        optimizer.curvature("nothing")
+    with pytest.raises(RuntimeError, match=r"0\.weight"):
+        optimizer.curvature(model[0].weight)
+
+
+def test_gfim_touches_nothing() -> None:
+    model = net().eval()
+    x, y = data()
+    mean = model[1].running_mean.clone()
+    found = ngplus.gfim(model, loss_fn, x, y)
+    assert set(found) == {name for name, _ in model.named_parameters()}
+    assert all(p.grad is None for p in model.parameters())
+    assert not model.training
+    assert torch.equal(mean, model[1].running_mean)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_gfim_takes_several_inputs_and_names() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(3, 2)
+
+        def forward(self, left: Tensor, right: Tensor) -> Tensor:
+            return self.a(left * right)
+
+    model, left, right, y = Two(), torch.randn(5, 3), torch.randn(5, 3), torch.randn(5, 2)
+    as_tuple = ngplus.gfim(model, loss_fn, (left, right), y)["a.weight"].matrix
+    as_names = ngplus.gfim(model, loss_fn, {"left": left, "right": right}, y)["a.weight"].matrix
+    torch.testing.assert_close(as_tuple, as_names)
+    torch.testing.assert_close(
+        as_tuple, ngplus.gfim(nn.Sequential(model.a), loss_fn, left * right, y)["0.weight"].matrix
+    )
+
+
+def test_preconditioner_leaves_the_step_to_another() -> None:
+    torch.manual_seed(0)
+    model = net()
+    preconditioner = ngplus.Preconditioner(model, damping=0.5, update_every=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x, y = data()
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        losses.append(loss.item())
+        preconditioner.step()
+        optimizer.step()
+    assert losses[-1] < 0.5 * losses[0]
+    assert len(preconditioner.plan()) == 3
+    assert preconditioner.curvature("4.weight").side == "left"
+    again = ngplus.Preconditioner(model, damping=0.5, update_every=2)
+    again.load_state_dict(preconditioner.state_dict())
+    assert again.param_groups[0]["step"] == 30
+
+
+@pytest.mark.parametrize("option", ["lr", "weight_decay", "nesterov", "maximize"])
+def test_preconditioner_refuses_the_options_of_the_step(option: str) -> None:
+    with pytest.raises(TypeError, match=option):
+        ngplus.Preconditioner(net(), **{option: 0.1})
