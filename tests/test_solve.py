@@ -138,7 +138,7 @@ def test_eigenbasis(blocks: int, d: int) -> None:
     values, vectors = solve.eigenbasis(matrix)
     assert values.shape == (blocks, d)
     assert vectors.shape == (blocks, d, d)
-    torch.testing.assert_close((vectors * values[:, None, :]) @ vectors.mT, matrix)
+    torch.testing.assert_close(solve.from_eigenbasis(values, vectors), matrix)
     torch.testing.assert_close(vectors.mT @ vectors, torch.eye(d, dtype=torch.float64).expand(blocks, d, d))
     assert bool((values.diff(dim=-1) >= 0).all())
 
@@ -151,7 +151,19 @@ def test_eigenbasis_at_any_scale(d: int, scale: float) -> None:
     values, vectors = solve.eigenbasis(matrix)
     assert values.isfinite().all()
     torch.testing.assert_close(vectors.mT @ vectors, torch.eye(d).expand(2, d, d), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close((vectors * values[:, None, :]) @ vectors.mT, matrix, rtol=1e-4, atol=1e-5 * scale)
+    again = solve.from_eigenbasis(values, vectors)
+    torch.testing.assert_close(again, matrix, rtol=1e-4, atol=1e-5 * scale + 1e-40)
+
+
+def test_eigenbasis_of_a_null_space_does_not_follow_rounding() -> None:
+    """The same L but for its last bits, of low rank: the same basis, up to signs."""
+    u = random(1, 8, 3)
+    matrix = u @ u.mT
+    noise = 1e-15 * random(1, 8, 8)
+    first = solve.eigenbasis(matrix)[1]
+    second = solve.eigenbasis(matrix + noise + noise.mT)[1]
+    overlap = (first.mT @ second).abs()
+    torch.testing.assert_close(overlap, torch.eye(8, dtype=torch.float64)[None], rtol=0, atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------ failure

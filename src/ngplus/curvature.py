@@ -54,8 +54,17 @@ class Gathered:
     roots: list[list[Tensor]] = field(default_factory=list)
     samples: int = 0  # samples in the batch, all micro-batches together
     used: int = 0  # those of them in S_k
+    ranks: int = 1  # processes whose samples are in the sums
     gradient: Tensor | None = None  # sum_i G_i, kept on the first refresh only, to check that nothing was missed
     coarse: bool = False  # some of the factors were of 16 bits
+
+    def products(self) -> list[Tensor] | None:
+        """All that was gathered as one sum; None where nothing was."""
+        total = self.total
+        for roots in self.roots:  # low rank, or micro-batches of unlike sizes of which some were
+            products = [root @ root.mT for root in roots]
+            total = products if total is None else [a + b for a, b in zip(total, products, strict=True)]
+        return total
 
     def length(self) -> Tensor:
         """A bound on |sum_i G_i|, which may be the small difference of large parts: sqrt(N sum_i |G_i|^2)."""
@@ -138,10 +147,11 @@ class Fresh:
 def per_sample(gathered: Gathered, group: Group, cut: Cut, grad_scale: Tensor | float = 1.0) -> Fresh:
     """L = 1/|S_k| sum over S_k of G_i G_i^T, from the sums over captured gradients c_i.
 
-    Where the loss is a mean over the batch of N samples, .grad = 1/N sum_i G_i, so G_i = N c_i. Where it is a sum,
-    .grad = sum_i G_i and G_i = c_i. ``grad_scale`` is the loss scale of mixed precision.
+    Where the loss is a mean over the batch of N samples, .grad = 1/N sum_i G_i, so G_i = N c_i; on W ranks whose
+    gradients are averaged, G_i = N/W c_i. Where it is a sum, .grad = sum_i G_i and G_i = c_i. ``grad_scale`` is the
+    loss scale of mixed precision.
     """
-    scale = (gathered.samples if group["loss_reduction"] == "mean" else 1) / grad_scale
+    scale = (gathered.samples / gathered.ranks if group["loss_reduction"] == "mean" else 1) / grad_scale
     weight = scale * scale / gathered.used
     if gathered.roots and gathered.total is None:
         weight_root = weight**0.5
@@ -149,10 +159,7 @@ def per_sample(gathered: Gathered, group: Group, cut: Cut, grad_scale: Tensor | 
         if group["solver"] != "auto" or 2 * roots[0].shape[-1] < cut.size:
             return Fresh(None, roots)
         return Fresh([root @ root.mT for root in roots])
-    total = gathered.total
-    for roots in gathered.roots:  # micro-batches of unlike sizes: some came as products
-        products = [root @ root.mT for root in roots]
-        total = products if total is None else [a + b for a, b in zip(total, products, strict=True)]
+    total = gathered.products()
     assert total is not None
     return Fresh([stack * weight for stack in total])
 
@@ -338,7 +345,7 @@ def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: F
     spectrum = read(state, "spectrum")
     if basis is None or spectrum is None:
         raise RuntimeError(f"{matrix.name!r} has no curvature yet: it is gathered by the first step")
-    return cut.dense([(q * w[:, None, :]) @ q.mT for q, w in zip(basis, spectrum, strict=True)])
+    return cut.dense([solve.from_eigenbasis(w, q) for q, w in zip(basis, spectrum, strict=True)])
 
 
 def add_placeholders(state: State, group: Group) -> None:

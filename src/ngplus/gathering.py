@@ -17,6 +17,7 @@ from ngplus.capture import BatchDims, Capture
 from ngplus.curvature import Gathered, Group
 from ngplus.factors import Bags, Factors, Lookup
 from ngplus.matrices import ParameterMatrix, Use
+from ngplus.sync import Ranks
 
 CHECKED_ROWS = 1_000_000  # embeddings above this size are not checked for uses that capture has missed
 
@@ -54,6 +55,21 @@ class Gathering:
         """Before the step: all that has arrived is counted in."""
         if self._capture is not None:
             self._capture.flush()
+
+    def synchronise(self, ranks: Ranks, due: list[ParameterMatrix]) -> None:
+        """On all ranks alike: the sums of these matrices become those of all ranks' samples."""
+        entries = []
+        for matrix in due:
+            group = self._groups[matrix.params[0]]
+            cut = matrix.cut(matrix.side(group["side"]), group["block_size"])
+            gathered = self._gathered.setdefault(id(matrix), Gathered())
+            entries.append((gathered, cut, matrix.dtype, matrix.params[0].device))
+        failed = ranks.add_up(entries, [matrix.source == "batch" for matrix in due])
+        for matrix, (gathered, *_), bad in zip(due, entries, failed, strict=True):
+            if bad and matrix.source != "batch":
+                matrix.fall_back("another rank has no per-sample curvature for it")
+            if not gathered.used:
+                del self._gathered[id(matrix)]
 
     def take(self, matrix: ParameterMatrix) -> Gathered | None:
         return self._gathered.pop(id(matrix), None)

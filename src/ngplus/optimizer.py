@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from ngplus import curvature as curvatures
@@ -22,6 +23,7 @@ from ngplus.gathering import Gathering, seed_of
 from ngplus.gradients import captured_scale, check_finite, gradient_matrix
 from ngplus.matrices import ParameterMatrix, collect, named
 from ngplus.plan import Plan, plan_of
+from ngplus.sync import Ranks
 from ngplus.update import graft_length, update_parameters, with_length
 
 _REFRESHED = ("inverse", "factor", "basis")  # a state that has one of them can make a step
@@ -82,6 +84,8 @@ class NGPlus(Optimizer):
         loss_reduction: ``"mean"``, the loss is an average over the batch or its tokens, or ``"sum"``.
         batch_dim: the dimension of the samples, for the whole model or by module name; None for a module without one.
         seed: of the sub-samples and sketches.
+        process_group: the ranks that train the model together and average its gradients; of a DistributedDataParallel
+            model its own.
     """
 
     _step_supports_amp_scaling = True
@@ -116,6 +120,7 @@ class NGPlus(Optimizer):
         batch_dim: BatchDims = 0,
         seed: int = 0,
         maximize: bool = False,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         defaults: dict[str, Any] = {
             "lr": lr,
@@ -149,13 +154,13 @@ class NGPlus(Optimizer):
             if model is not None and model is not params:
                 raise ValueError("NGPlus got two models: one in place of the parameters and one as model=")
             model = params
-            params = list(getattr(model, "_orig_mod", model).named_parameters())
+            params = list(_inside(model).named_parameters())
             if not params:
                 raise ValueError(f"The model {type(model).__name__} has no parameters")
+        self._ranks = Ranks.of(model, process_group)
         # A compiled model's hooks would be compiled with it: watch the model inside, and run refresh steps eagerly.
-        inside = getattr(model, "_orig_mod", None)
-        self._model: nn.Module | None = inside if isinstance(inside, nn.Module) else model
-        self._compiled: nn.Module | None = model if isinstance(inside, nn.Module) else None
+        self._model = None if model is None else _inside(model)
+        self._compiled = model if hasattr(model, "_orig_mod") else None
         self._batch_dim: BatchDims = dict(batch_dim) if isinstance(batch_dim, Mapping) else batch_dim
         self._matrices: list[ParameterMatrix] = []
         self._gathering: Gathering | None = None
@@ -254,6 +259,9 @@ class NGPlus(Optimizer):
             gathering.forget()
             return None
         gathering.finish()
+        if self._ranks is not None:
+            due = [m for m in self._matrices if self._of_param[m.params[0]]["curvature"] != "batch" and self._due(m)]
+            gathering.synchronise(self._ranks, due)
         work = [m for m in self._matrices if any(p.grad is not None for p in m.params)]
         if not work:
             if gathering.forward_seen:
@@ -470,6 +478,7 @@ class NGPlus(Optimizer):
         own = {
             "_model": self._model,
             "_compiled": None,
+            "_ranks": None,
             "_batch_dim": self._batch_dim,
             "_option_names": self._option_names,
         }
@@ -481,6 +490,16 @@ class NGPlus(Optimizer):
         if "_matrices" not in self.__dict__:
             self._gathering = None
             self._watch()
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """The model that torch.compile or DistributedDataParallel has wrapped, whose parameters have their plain names."""
+    for wrapper in ("module", "_orig_mod"):
+        inner = getattr(model, wrapper, None)
+        wraps = wrapper == "_orig_mod" or isinstance(model, nn.parallel.DistributedDataParallel)
+        if wraps and isinstance(inner, nn.Module):
+            return _inside(inner)
+    return model
 
 
 def _labels(group: int, count: int) -> list[str]:

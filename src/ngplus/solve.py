@@ -95,9 +95,32 @@ def sketched_apply(factor: Tensor, core: Tensor, damping: Tensor, gradient: Tens
 
 
 def eigenbasis(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """w and Q of L = Q diag(w) Q^T, in the order of rising eigenvalues."""
-    if matrix.shape[-1] == 1:
+    """w and Q of L = Q diag(w) Q^T, in the order of rising eigenvalues, up to a slight tilt.
+
+    Where eigenvalues are equal, as in the null space of few samples, their eigenvectors are any basis of a space,
+    chosen by the rounding of L. A diagonal of sqrt(eps) of the mean eigenvalue is added, rising along the rows, so that the
+    same L gives the same basis on every machine and for every order of its samples.
+    """
+    d = matrix.shape[-1]
+    if d == 1:
         return matrix[..., 0], torch.ones_like(matrix)
-    scale = matrix.diagonal(dim1=-2, dim2=-1).amax(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
-    values, vectors = torch.linalg.eigh(matrix / scale[:, None, None])
-    return values * scale[:, None], vectors
+    mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
+    tilted = matrix / mean[:, None, None]
+    tilted.diagonal(dim1=-2, dim2=-1).add_(_tilt(d, matrix))
+    values, vectors = torch.linalg.eigh(tilted)
+    return values * mean[:, None], vectors
+
+
+def from_eigenbasis(values: Tensor, vectors: Tensor) -> Tensor:
+    """L again, without the tilt."""
+    d = vectors.shape[-1]
+    matrix = (vectors * values[:, None, :]) @ vectors.mT
+    if d > 1:
+        tilt = _tilt(d, matrix)
+        mean = values.mean(-1, keepdim=True) / (1 + tilt.mean())
+        matrix.diagonal(dim1=-2, dim2=-1).sub_(mean * tilt)
+    return matrix
+
+
+def _tilt(d: int, like: Tensor) -> Tensor:
+    return torch.linspace(0.0, 1.0, d, dtype=like.dtype, device=like.device) * torch.finfo(like.dtype).eps ** 0.5

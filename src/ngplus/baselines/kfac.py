@@ -1,0 +1,254 @@
+"""KFAC with the empirical Fisher, as the NG+ paper compares with it: sqrt(lambda) I on both Kronecker factors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
+
+from ngplus import fisher, solve
+from ngplus.baselines.common import Batches, CapturedOptimizer, state_bytes
+from ngplus.capture import BatchDims
+from ngplus.curvature import Group, State
+from ngplus.factors import Factors, Joined, Outer
+from ngplus.matrices import ParameterMatrix
+from ngplus.plan import PlanRow
+
+_APPROX = ("expand", "reduce")
+
+
+class KroneckerFactors(NamedTuple):
+    """A = E[a a^T], [n, n], of a layer's inputs and G = E[g g^T], [m, m], of its outputs' gradients; undamped, and
+    with a leading dimension of groups for a grouped convolution."""
+
+    input: Tensor
+    output: Tensor
+
+
+@dataclass
+class _Sums(Batches):
+    """Sums over samples and positions; ``total`` is NG+'s, for what has no Kronecker factors."""
+
+    input: Tensor | None = None
+    output: Tensor | None = None
+    places: int = 0  # summands of ``input``
+    bound: float | Tensor = 0.0
+
+    def add(self, matrix: ParameterMatrix, factors: Factors, group: Group) -> None:
+        uses = list(factors.uses) if isinstance(factors, Joined) else [factors]
+        outer = [use for use in uses if isinstance(use, Outer)]
+        if len(outer) < len(uses):
+            side = matrix.side("auto")
+            sums = fisher.gfim_sum(factors, side, matrix.cut(side, None), dtype=matrix.dtype)
+            self.total = sums if self.total is None else [a + b for a, b in zip(self.total, sums, strict=True)]
+            self.used += factors.samples
+            return
+        expand = group["approx"] == "expand"
+        a, g, lengths = kronecker_sums(outer, expand, matrix.dtype)
+        self.input = a if self.input is None else self.input + a
+        self.output = g if self.output is None else self.output + g
+        self.places += factors.samples * (factors.positions if expand else 1)
+        self.bound = self.bound + lengths
+
+    def length(self) -> Tensor:
+        """|sum_i G_i| <= sqrt(sum |l|^2 sum |r|^2): the scale of the rounding in it."""
+        plain = super().length() if self.total is not None else torch.zeros(())
+        return plain + torch.as_tensor(self.bound)
+
+    def means(self, scale: Tensor | float) -> dict[str, Tensor]:
+        if self.total is not None:
+            return {"curvature": self.total[0] * (scale * scale / self.used)}
+        assert self.input is not None
+        assert self.output is not None
+        return {"input": self.input / self.places, "output": self.output * (scale * scale / self.samples)}
+
+
+def kronecker_sums(
+    uses: list[Outer], expand: bool, dtype: torch.dtype, chunk_bytes: int = fisher.CHUNK_BYTES
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sums of a a^T, [groups, n, n], and of g g^T, [groups, m, m], and sqrt(sum |a|^2 sum |g|^2).
+
+    Several uses of one weight by the same samples are further positions. In chunks of samples: a convolution's inputs
+    are patches, kernel times the size of its input.
+    """
+    first = uses[0]
+    positions = sum(use.positions for use in uses)
+    step = max(
+        1, chunk_bytes // (first.groups * positions * (first.rows + first.cols) * (torch.finfo(dtype).bits // 8))
+    )
+    device = first.left.device if isinstance(first.left, Tensor) else None
+    sums = [torch.zeros(first.groups, d, d, dtype=dtype, device=device) for d in (first.cols, first.rows)]
+    squares = [torch.zeros((), dtype=dtype, device=device) for _ in sums]
+    for start in range(0, first.samples, step):
+        piece = slice(start, start + step)
+        both: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for use in uses:
+            both[0].append(use.dense_right(piece).to(dtype))
+            both[1].append((use.left[:, piece] if isinstance(use.left, Tensor) else use.left.take(piece)).to(dtype))
+        for i, parts in enumerate(both):
+            squares[i] += sum(x.square().sum() for x in parts)
+            if expand:
+                tall = [x.flatten(1, 2) for x in parts]
+            else:
+                reduced = torch.stack([x.sum(2) for x in parts]).sum(0)
+                tall = [reduced / positions if i == 0 else reduced]
+            for x in tall:
+                sums[i].baddbmm_(x.mT, x)
+    return sums[0], sums[1], (squares[0] * squares[1]).sqrt()
+
+
+class KFAC(CapturedOptimizer):
+    r"""KFAC: :math:`W \leftarrow W - \alpha\,(G + \sqrt\lambda I)^{-1}\,\nabla W\,(A + \sqrt\lambda I)^{-1}`.
+
+    With a_ip the input of a layer (and a 1 for the bias) at position p of sample i, and g_ip the gradient of that
+    sample's own loss with respect to the layer's output there, every ``update_every`` steps
+
+    - ``approx="expand"``: :math:`A = \frac1{S\kappa}\sum_{ip} a_{ip}a_{ip}^\top`,
+      :math:`G = \frac1S\sum_{ip} g_{ip}g_{ip}^\top`;
+    - ``approx="reduce"``: :math:`A = \frac1S\sum_i \bar a_i\bar a_i^\top` with the mean over positions,
+      :math:`G = \frac1S\sum_i \hat g_i\hat g_i^\top` with their sum.
+
+    They agree for kappa = 1 position. Parameters without such factors (norm layers, embeddings, modules that only vmap
+    or the mini-batch knows) get NG+'s own matrix: :math:`(\lambda I + L)^{-1} \nabla W` on their smaller side.
+
+    Args:
+        params: the model, or parameters or parameter groups of ``model``, as in torch.optim.
+        lr, momentum, nesterov, weight_decay, decoupled_weight_decay, maximize: as in :class:`ngplus.NGPlus`.
+        damping: lambda, absolute. Each factor gets its square root.
+        update_every: steps between two refreshes. The first is at the first step.
+        beta: of the moving average of the factors, over refreshes, begun with the first; 0 for none.
+        approx: for layers with several positions, such as convolutions: see above.
+        loss_reduction: ``"mean"``, the loss is an average over the batch or its tokens, or ``"sum"``.
+        batch_dim: the dimension of the samples, as in :class:`ngplus.NGPlus`.
+    """
+
+    _gathers = _Sums
+
+    def __init__(
+        self,
+        params: nn.Module | ParamsT,
+        lr: float | Tensor = 0.03,
+        *,
+        model: nn.Module | None = None,
+        damping: float = 0.1,
+        update_every: int = 10,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
+        beta: float = 0.95,
+        approx: str = "expand",
+        loss_reduction: str = "mean",
+        batch_dim: BatchDims = 0,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "damping": damping,
+            "update_every": update_every,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "beta": beta,
+            "approx": approx,
+            "loss_reduction": loss_reduction,
+            "maximize": maximize,
+        }
+        super().__init__(params, model, batch_dim, defaults)
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        super()._check(group)
+        if group["approx"] not in _APPROX:
+            raise ValueError(f"Invalid approx: {group['approx']!r} (one of {', '.join(map(repr, _APPROX))})")
+
+    def _refresh(
+        self, matrix: ParameterMatrix, group: Group, state: State, gathered: Batches | None, gradient: Tensor,
+        rows: Tensor | None,
+    ) -> bool:  # fmt: skip
+        fresh: dict[str, Tensor]
+        if gathered is None:
+            curved = gradient if matrix.side("auto") == "left" else gradient.mT
+            fresh = {"curvature": curved @ curved.mT}
+        else:
+            assert isinstance(gathered, _Sums)
+            fresh = gathered.means(gathered.scale(group, self._grad_scale()))
+        finite = all(bool(x.isfinite().all()) for x in fresh.values())
+        if not finite:
+            if self._fits(matrix, state):
+                return False
+            fresh = {key: torch.zeros_like(x) for key, x in fresh.items()}
+        beta = group["beta"] if group["step"] > 0 else 0.0
+        for key, old in [(key, state.get(key)) for key in fresh]:
+            if beta and old is not None and old.shape == fresh[key].shape:
+                fresh[key] = beta * old.to(fresh[key]) + (1 - beta) * fresh[key]
+        for key in ("curvature", "input", "output"):
+            state.pop(key, None)
+            state.pop(key + "_inverse", None)
+        for key, x in fresh.items():
+            damping = torch.as_tensor(group["damping"], dtype=x.dtype, device=x.device)
+            state[key + "_inverse"] = solve.dense_inverse(x, damping if key == "curvature" else damping.sqrt())
+        if group["beta"]:
+            state.update(fresh)
+        return finite
+
+    def _fits(self, matrix: ParameterMatrix, state: State) -> bool:
+        layout = matrix.layout
+        if "curvature_inverse" in state:
+            sizes = {"curvature": min(layout.rows, layout.cols)}
+        else:
+            sizes = {"input": layout.cols, "output": layout.rows}
+        held = {key: state.get(key + "_inverse") for key in sizes}
+        return all(
+            x is not None
+            and x.shape == (matrix.groups, sizes[key], sizes[key])
+            and x.dtype == matrix.dtype
+            and x.device == matrix.params[0].device
+            for key, x in held.items()
+        )
+
+    def _direction(
+        self, matrix: ParameterMatrix, group: Group, state: State, gradient: Tensor, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if "curvature_inverse" in state:
+            inverse = state["curvature_inverse"]
+            return (inverse @ gradient if matrix.side("auto") == "left" else gradient @ inverse), rows
+        if rows is not None:  # a tied table whose last gradient was dense, and this one is not
+            gradient = gradient.new_zeros(1, matrix.layout.rows, matrix.layout.cols).index_copy(1, rows[0], gradient)
+        return state["output_inverse"] @ gradient @ state["input_inverse"], None
+
+    def factors(self, which: str | nn.Parameter) -> KroneckerFactors:
+        """A and G of a parameter, by name or as it is: their moving averages, so ``beta`` must not be 0."""
+        matrix = self._find(which)
+        state = self.state.get(matrix.params[0], {})
+        if "input" not in state:
+            raise RuntimeError(f"{matrix.name!r} keeps no Kronecker factors: see plan(), and beta, which must not be 0")
+        pair = KroneckerFactors(state["input"], state["output"])
+        return pair if matrix.groups > 1 else KroneckerFactors(pair.input[0], pair.output[0])
+
+    def _row(self, matrix: ParameterMatrix, group: Group, state: State, samples: int, positions: int) -> PlanRow:
+        m, n, groups = matrix.layout.rows, matrix.layout.cols, matrix.groups
+        likely = matrix.source == "sample" and matrix.kinds[0] != "column" and id(matrix) not in self._tables
+        kronecker = "output_inverse" in state or ("curvature_inverse" not in state and likely)
+        sizes = (m, n) if kronecker else (min(m, n),)
+        elements = groups * sum(d * d for d in sizes) * (2 if group["beta"] else 1)
+        used = positions if group["approx"] == "expand" else 1
+        return PlanRow(
+            name=matrix.name,
+            parameters=tuple(matrix.names),
+            shape=(m, n),
+            groups=groups,
+            source=matrix.source,
+            side="both" if kronecker else matrix.side("auto"),
+            solver="kronecker" if kronecker else "dense",
+            blocks=groups,
+            form=group["approx"] if kronecker else "",
+            state_bytes=state_bytes(state) or elements * (torch.finfo(matrix.dtype).bits // 8),
+            step_flops=2 * groups * m * n * sum(sizes),
+            refresh_flops=groups * sum(d**3 + 2 * samples * used * d * d for d in sizes),
+            note=matrix.reason,
+        )

@@ -1,0 +1,316 @@
+"""Online NG+: the method of the paper's regret analysis, W_{t+1} = Proj(W_t - 1/alpha * L_t^-1 G_t).
+
+L_t = L_{t-1} + G_t G_t^T with L_0 = eps I is never formed: its inverse P_t is kept, and Woodbury's identity adds the
+columns of G_t to it. A projection in the norm ||X||_L^2 = trace(X^T L X) is worked out in the eigenbasis of P_t, where
+L is a diagonal and both balls look as they did before.
+
+Every projection comes with a certificate. Z in K is the projection of V exactly where L (V - Z) is in the normal cone
+of K at Z. For Z in K and any Y in that cone, the gap between the projection problem and its dual is
+1/2 ||Z - V + L^-1 Y||_L^2, and strong convexity turns it into a distance:
+
+    ||Z - Proj(V)||_L <= ||Z - V + L^-1 Y||_L.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+BALLS = ("frobenius", "spectral")
+NORMS = ("curvature", "plain")
+SIDES = ("left", "right", "auto")
+MAX_ITERATIONS, BALANCED = 5000, 2000  # iterations of ADMM; up to the second number rho is balanced
+RELAXATION = 1.7  # of ADMM; any value in (0, 2) converges, values near this one do so fastest in practice
+
+
+class Projection(NamedTuple):
+    """A point of the ball, a bound on its distance to the exact projection in the norm of L, and the iterations."""
+
+    point: Tensor
+    bound: float
+    iterations: int
+
+
+class OnlineNGPlus(Optimizer):
+    r"""The online form of NG+, with logarithmic regret on exp-concave losses.
+
+    For the gradient :math:`G_t` of the loss of round t in the parameter matrix :math:`W_t` (m x n),
+
+    .. math:: L_t = L_{t-1} + G_t G_t^\top, \quad L_0 = \epsilon I, \qquad
+        W_{t+1} = \Pi_K\Bigl(W_t - \tfrac1\alpha L_t^{-1} G_t\Bigr),
+
+    with K a ball and :math:`\Pi_K` the projection in the norm of :math:`L_t`. If every loss satisfies
+    :math:`\psi(X) \ge \psi(Y) + \langle\nabla\psi(Y), X - Y\rangle + \frac\alpha2 \|X - Y\|^2_{\nabla\psi\nabla\psi^\top}`
+    on K, the regret is at most :math:`\frac m{2\alpha}\log(1 + T \mathcal L_G^2/\epsilon) + \frac{\alpha\epsilon}2
+    \mathcal D^2`. For :math:`\frac12\|W^\top x - y\|^2` with :math:`\|x\| \le 1`, :math:`\|y\| \le R` and the spectral
+    ball of radius R, :math:`\alpha = 1/(4R^2)` does.
+
+    A step costs 2 d^2 D FLOPs for the direction and about as many for the inverse, with d the curved dimension; a
+    projection that is not idle adds an eigendecomposition. State: d^2 numbers, in float64 where the device has it.
+
+    Example::
+
+        optimizer = ngplus.OnlineNGPlus(model.parameters(), alpha=0.25, radius=1.0, ball="spectral")
+
+    Args:
+        params: parameters, named parameters or parameter groups as in torch.optim. Each parameter is a matrix of its
+            own with its own ball: dimension 0 is m, the others are n; a vector is (m, 1).
+        alpha: the constant of the losses; 1/alpha is the step size.
+        eps: L_0 = eps I. None takes the theorem's 2 / (alpha D^2) with D the Frobenius diameter of the ball, and 1
+            where there is no ball.
+        radius: of the ball K around 0; None for no constraint.
+        ball: ``"frobenius"`` or ``"spectral"`` (the largest singular value).
+        norm: the norm of the projection: ``"curvature"``, that of L_t, which the regret bound needs, or ``"plain"``.
+        side: ``"left"``, the paper's; ``"right"``, G_t^T G_t behind the gradient; ``"auto"``, the smaller one.
+        tolerance: of a projection onto the spectral ball: its certificate over the norm of what is projected.
+        maximize: add the direction in place of subtracting it.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        alpha: float = 1.0,
+        *,
+        eps: float | None = None,
+        radius: float | None = None,
+        ball: str = "frobenius",
+        norm: str = "curvature",
+        side: str = "left",
+        tolerance: float = 1e-9,
+        maximize: bool = False,
+    ) -> None:
+        defaults: dict[str, Any] = {
+            "alpha": alpha,
+            "eps": eps,
+            "radius": radius,
+            "ball": ball,
+            "norm": norm,
+            "side": side,
+            "tolerance": tolerance,
+            "maximize": maximize,
+        }
+        _check(defaults)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch.optim."""
+        if isinstance(param_group, dict):
+            _check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            if not param.is_floating_point():
+                self.param_groups.pop()
+                raise ValueError(f"A parameter is {param.dtype}; OnlineNGPlus takes real floating-point ones")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One round: L_t and its inverse, the step, the projection."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None and p.numel()]
+        for group in self.param_groups:  # they may have been changed since the last step
+            _check(group)
+        for param, _ in work:
+            if param.grad.is_sparse:
+                raise RuntimeError("OnlineNGPlus does not take sparse gradients")
+            if not bool(param.grad.isfinite().all()):
+                raise RuntimeError("A gradient is not finite; no parameter has been changed")
+        for param, group in work:
+            self._round(param, group, self.state[param])
+        return loss
+
+    def _round(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        assert param.grad is not None
+        weight, gradient = _as_matrix(param), _as_matrix(param.grad)
+        turned = group["side"] == "right" or (group["side"] == "auto" and weight.shape[0] > weight.shape[1])
+        if turned:
+            weight, gradient = weight.mT, gradient.mT
+        if not state:
+            state["step"] = 0
+            state["inverse"] = torch.eye(len(weight)).to(weight) / _epsilon(group, weight.shape)
+            state["projection_bound"] = 0.0  # the largest certificate so far
+        woodbury_update(state["inverse"], gradient)
+        step = state["inverse"] @ gradient / group["alpha"]
+        point = weight + step if group["maximize"] else weight - step
+        if group["radius"] is not None:
+            inverse = state["inverse"] if group["norm"] == "curvature" else None
+            done = project(point, group["radius"], group["ball"], inverse, group["tolerance"])
+            state["projection_bound"] = max(state["projection_bound"], done.bound)
+            point = done.point
+        state["step"] += 1
+        param.copy_((point.mT if turned else point).reshape(param.shape))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch.optim, but the inverse keeps its own precision whatever the parameters' dtype."""
+        super().load_state_dict(state_dict)
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for i, param in zip(ids, params, strict=True):
+            if "inverse" in state_dict["state"].get(i, {}):
+                kept = state_dict["state"][i]["inverse"]
+                self.state[param]["inverse"] = kept.detach().clone().to(param.device, _wide(param))
+
+
+# -------------------------------------------------------------------------------------------------- the inverse
+
+
+def woodbury_update(inverse: Tensor, columns: Tensor) -> Tensor:
+    """P <- (P^-1 + U U^T)^-1 = P - P U (I + U^T P U)^-1 U^T P, in place, for P (d x d) and U (d x r).
+
+    The columns come in two pieces at most, so that no system of more than half of d is solved. More than d of them are
+    first reduced to d with the same U U^T by a QR decomposition. 2 d^2 r FLOPs and 1/3 (d/2)^3 for each piece.
+    """
+    d, r = columns.shape
+    if r > d:
+        columns = torch.linalg.qr(columns.mT, mode="r").R.mT
+    for piece in columns.split(max(1, math.ceil(d / 2)), dim=1):
+        reach = inverse @ piece
+        core = piece.mT @ reach
+        core.diagonal().add_(1.0)
+        # P U C^-1 U^T P as X^T X: what is subtracted stays symmetric and positive semi-definite to the last bit
+        root = torch.linalg.solve_triangular(torch.linalg.cholesky(core), reach.mT, upper=False)
+        inverse.sub_(root.mT @ root)
+    return inverse
+
+
+# -------------------------------------------------------------------------------------------------- projections
+
+
+def project(
+    point: Tensor, radius: float, ball: str, inverse: Tensor | None = None, tolerance: float = 1e-9
+) -> Projection:
+    """argmin ||Z - V||_L over the Frobenius or the spectral ball, L given by its inverse; None for L = I."""
+    if float(torch.linalg.matrix_norm(point, 2 if ball == "spectral" else "fro")) <= radius:
+        return Projection(point, 0.0, 0)
+    if inverse is None:
+        return Projection(_clip(point, radius) if ball == "spectral" else _scaled(point, radius), 0.0, 0)
+    values, basis = torch.linalg.eigh(inverse)
+    # Rounding may leave a tiny eigenvalue at or below zero.
+    weights = values.clamp_min(torch.finfo(values.dtype).eps * float(values[-1])).reciprocal()[:, None]
+    turned = basis.mT @ point
+    if ball == "frobenius" or min(point.shape) == 1:  # the two balls are one for a vector
+        done = project_frobenius(turned, weights, radius)
+    else:
+        done = project_spectral(turned, weights, radius, tolerance)
+    return Projection(basis @ done.point, done.bound, done.iterations)
+
+
+def project_frobenius(point: Tensor, weights: Tensor, radius: float) -> Projection:
+    """argmin sum_i l_i ||z_i - v_i||^2 over ||Z||_F <= r, for rows v_i of V and weights l_i (d x 1).
+
+    L (Z - V) + nu Z = 0, so z_i = v_i l_i / (l_i + nu), with nu >= 0 the root of ||Z(nu)||_F = r. 1 / ||Z(nu)|| is
+    close to a line in nu: Newton's method on it, kept inside a bracket.
+    """
+    squares = point.square().sum(1, keepdim=True)
+    excess = float(squares.sum().sqrt()) / radius - 1.0
+    low, high = excess * float(weights.min()), excess * float(weights.max())
+    nu, iterations = low, 0
+    for iterations in range(1, 200):  # noqa: B007
+        shrink = weights / (weights + nu)
+        size = float((squares * shrink.square()).sum().sqrt())
+        if abs(size / radius - 1.0) <= 4 * torch.finfo(point.dtype).eps:
+            break
+        low, high = (nu, high) if size > radius else (low, nu)
+        slope = -float((squares * shrink.square() / (weights + nu)).sum()) / size  # of ||Z(nu)||
+        nu = nu + (size / slope) * (1.0 - size / radius)
+        if not low < nu < high:
+            nu = 0.5 * (low + high)
+            if not low < nu < high:
+                break
+    inside = _scaled(point * weights / (weights + nu), radius)
+    return Projection(inside, _certificate(inside, point, nu * inside, weights), iterations)
+
+
+def project_spectral(point: Tensor, weights: Tensor, radius: float, tolerance: float) -> Projection:
+    """argmin sum_i l_i ||z_i - v_i||^2 over ||Z||_2 <= r, for rows v_i of V and weights l_i (d x 1).
+
+    ADMM on W = Z: W <- (L V + rho (Z - U)) / (L + rho), Z <- clip(W + U), U <- U + W - Z, with clip cutting the
+    singular values at r. rho U is in the normal cone at Z, so each iterate has its certificate; the iteration ends when
+    it is below ``tolerance`` times ||V||_L, and warns where it does not get there. rho is balanced at first and then
+    fixed, from where on ADMM is known to converge.
+    """
+    goal = tolerance * float((weights * point.square()).sum().sqrt())
+    rho = float((weights.min() * weights.max()).sqrt())
+    z = _clip(point, radius)
+    u = weights * (point - z) / rho
+    best = Projection(z, math.inf, 0)
+    for iteration in range(1, MAX_ITERATIONS + 1):
+        w = (weights * point + rho * (z - u)) / (weights + rho)
+        mixed = RELAXATION * w + (1.0 - RELAXATION) * z + u
+        before, z = z, _clip(mixed, radius)
+        u = mixed - z
+        bound = _certificate(z, point, rho * u, weights)
+        if bound < best.bound:
+            best = Projection(z, bound, iteration)
+        if bound <= goal:
+            return best
+        if iteration % 10 == 0 and iteration <= BALANCED:
+            primal, dual = float((w - z).norm()), float((z - before).norm())
+            factor = min(10.0, max(0.1, (primal / dual) ** 0.75)) if primal > 0 and dual > 0 else 1.0
+            rho, u = rho * factor, u / factor
+    warnings.warn(
+        f"The projection onto the spectral ball stopped after {MAX_ITERATIONS} iterations, within {best.bound:.1e} of "
+        f"the exact one in the norm of L, where {goal:.1e} was asked for",
+        stacklevel=2,
+    )
+    return best._replace(iterations=MAX_ITERATIONS)
+
+
+def _certificate(z: Tensor, point: Tensor, normal: Tensor, weights: Tensor) -> float:
+    """||Z - V + L^-1 Y||_L for Z in the ball and Y in its normal cone there: a bound on ||Z - Proj(V)||_L."""
+    return float((weights * (z - point + normal / weights).square()).sum().sqrt())
+
+
+def _clip(point: Tensor, radius: float) -> Tensor:
+    """Singular values cut at r: the projection onto the spectral ball in the plain norm."""
+    left, values, right = torch.linalg.svd(point, full_matrices=False)
+    return left * values.clamp_max(radius) @ right
+
+
+def _scaled(point: Tensor, radius: float) -> Tensor:
+    return point * (radius / torch.linalg.vector_norm(point))
+
+
+# -------------------------------------------------------------------------------------------------- small helpers
+
+
+def _wide(param: Tensor) -> torch.dtype:
+    """The sum of many products, and its inverse, want float64; Apple's devices have none."""
+    return torch.float32 if param.device.type == "mps" else torch.float64
+
+
+def _as_matrix(tensor: Tensor) -> Tensor:
+    wide = tensor.detach().to(_wide(tensor))
+    return wide.reshape(len(tensor), -1) if tensor.dim() > 0 else wide.reshape(1, 1)
+
+
+def _epsilon(group: dict[str, Any], shape: torch.Size) -> float:
+    """The theorem's eps = 2 / (alpha D^2), with D = 2 r for the Frobenius ball and 2 r sqrt(min(m, n)) for the other."""
+    if group["eps"] is not None:
+        return float(group["eps"])
+    if group["radius"] is None:
+        return 1.0
+    rank = min(shape) if group["ball"] == "spectral" else 1
+    return float(2.0 / (group["alpha"] * 4.0 * group["radius"] ** 2 * rank))
+
+
+def _check(options: dict[str, Any]) -> None:
+    """Raises ValueError, with the name and the value, for the first option that does not make sense."""
+    for name, optional in (("alpha", False), ("eps", True), ("radius", True), ("tolerance", False)):
+        value = options[name]
+        if value is None and optional:
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0.0 < value < math.inf:
+            raise ValueError(f"Invalid {name}: {value!r} (a number above 0)")
+    for name, choices in (("ball", BALLS), ("norm", NORMS), ("side", SIDES)):
+        if options[name] not in choices:
+            raise ValueError(f"Invalid {name}: {options[name]!r} (one of {', '.join(map(repr, choices))})")
