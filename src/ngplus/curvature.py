@@ -38,12 +38,6 @@ Group = dict[str, Any]
 NOISE = 100.0  # a second moment below this many roundings of the layer's mean one is noise
 RELATIVE_AUTO = 0.1  # damping="auto" is relative damping with this coefficient
 DAMPING_FLOOR = 1e-30  # relative damping of a zero matrix
-# State that load_state_dict must not cast to the parameter's dtype.
-KEPT_WIDE = (
-    *("curvature", "inverse", "factor", "core", "damping"),
-    *("basis", "spectrum", "exp_avg", "exp_avg_sq"),
-    *("graft_exp_avg", "graft_exp_avg_sq"),
-)
 
 
 @dataclass
@@ -58,6 +52,40 @@ class Gathered:
     gradient: Tensor | None = None  # sum_i G_i, kept on the first refresh only, to check that nothing was missed
     coarse: bool = False  # some of the factors were of 16 bits
 
+    def take_in(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int, check: bool = False) -> None:
+        """Counts a batch's factors in; with ``check``, their own sum, too."""
+        matrix.seen = (factors.samples, factors.positions)
+        self.samples += factors.samples
+        if check:
+            self.coarse = self.coarse or factors.coarse
+            total = factors.total(matrix.dtype)
+            self.gradient = total if self.gradient is None else self.gradient + total
+        self.add(matrix, factors, group, seed)
+
+    def add(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int) -> None:
+        """Adds a batch's factors: to the sum of products, or to the columns of U where the rank is low."""
+        side = matrix.side(group["side"])
+        cut = matrix.cut(side, group["block_size"])
+        index = subsample(factors.samples, group["samples"], seed)
+        self.used += factors.samples if index is None else len(index)
+        if _keeps_root(factors, side, cut, group):
+            matrix.form = "root"
+            self.roots.append(fisher.gfim_root(factors, side, cut, samples=index, dtype=matrix.dtype))
+            return
+        spec = SketchSpec.parse(group["sketch"])
+
+        def sketch(size: int) -> Sketch | None:
+            """Omega for the other dimension; one that would not make it shorter is the exact product."""
+            return None if spec is None or spec.size >= size else Sketch(spec, size, seed)
+
+        other = factors.curved_and_other(side)[1]
+        matrix.form = fisher.choose_form(factors, side, other if spec is None else min(other, spec.size), cut.size)
+        products = fisher.gfim_sum(factors, side, cut, sketch=sketch, samples=index, dtype=matrix.dtype)
+        if self.total is None:
+            self.total = products
+        else:
+            torch._foreach_add_(self.total, products)
+
     def products(self) -> list[Tensor] | None:
         """All that was gathered as one sum; None where nothing was."""
         total = self.total
@@ -71,39 +99,6 @@ class Gathered:
         traces = [m.diagonal(dim1=-2, dim2=-1).sum() for m in self.total or []]
         traces += [root.square().sum() for roots in self.roots for root in roots]
         return (self.samples * torch.stack(traces).sum()).sqrt()
-
-
-def gather(
-    gathered: Gathered, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int, check: bool = False
-) -> None:
-    """Adds a batch's factors: to the sum of products, or to the columns of U where the rank is low."""
-    side = matrix.side(group["side"])
-    cut = matrix.cut(side, group["block_size"])
-    index = subsample(factors.samples, group["samples"], seed)
-    matrix.seen = (factors.samples, factors.positions)
-    gathered.samples += factors.samples
-    gathered.used += factors.samples if index is None else len(index)
-    if check:
-        gathered.coarse = gathered.coarse or factors.coarse
-        total = factors.total(matrix.dtype)
-        gathered.gradient = total if gathered.gradient is None else gathered.gradient + total
-    if _keeps_root(factors, side, cut, group):
-        matrix.form = "root"
-        gathered.roots.append(fisher.gfim_root(factors, side, cut, samples=index, dtype=matrix.dtype))
-        return
-    spec = SketchSpec.parse(group["sketch"])
-
-    def sketch(size: int) -> Sketch | None:
-        """Omega for the other dimension; one that would not make it shorter is the exact product."""
-        return None if spec is None or spec.size >= size else Sketch(spec, size, seed)
-
-    other = factors.curved_and_other(side)[1]
-    matrix.form = fisher.choose_form(factors, side, other if spec is None else min(other, spec.size), cut.size)
-    products = fisher.gfim_sum(factors, side, cut, sketch=sketch, samples=index, dtype=matrix.dtype)
-    if gathered.total is None:
-        gathered.total = products
-    else:
-        torch._foreach_add_(gathered.total, products)
 
 
 def subsample(count: int, samples: int | float | None, seed: int) -> Tensor | None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ngplus import curvature as curvatures
 from ngplus.capture import BatchDims, Capture
 from ngplus.curvature import Gathered, Group
 from ngplus.factors import Bags, Factors, Lookup
@@ -24,14 +23,19 @@ CHECKED_ROWS = 1_000_000  # embeddings above this size are not checked for uses 
 
 def seed_of(group: Group) -> int:
     """The seed of a step's sub-sample and sketches: by the group's seed and the step alone, on every rank alike."""
-    return int(group["seed"]) * 1_000_003 + int(group["step"])
+    return int(group.get("seed", 0)) * 1_000_003 + int(group["step"])
 
 
 class Gathering:
     """The sums of products of all matrices since the last step. ``groups`` has the options of each parameter."""
 
-    def __init__(self, matrices: list[ParameterMatrix], groups: Mapping[nn.Parameter, Group]) -> None:
-        self._matrices, self._groups = matrices, groups
+    def __init__(
+        self,
+        matrices: list[ParameterMatrix],
+        groups: Mapping[nn.Parameter, Group],
+        gathers: type[Gathered] = Gathered,
+    ) -> None:
+        self._matrices, self._groups, self._gathers = matrices, groups, gathers
         self._gathered: dict[int, Gathered] = {}
         self._capture: Capture | None = None
 
@@ -62,7 +66,7 @@ class Gathering:
         for matrix in due:
             group = self._groups[matrix.params[0]]
             cut = matrix.cut(matrix.side(group["side"]), group["block_size"])
-            gathered = self._gathered.setdefault(id(matrix), Gathered())
+            gathered = self._gathered.setdefault(id(matrix), self._gathers())
             entries.append((gathered, cut, matrix.dtype, matrix.params[0].device))
         failed = ranks.add_up(entries, [matrix.source == "batch" for matrix in due])
         for matrix, (gathered, *_), bad in zip(due, entries, failed, strict=True):
@@ -90,8 +94,8 @@ class Gathering:
         group = self._groups[matrix.params[0]]
         small = not isinstance(factors, Lookup | Bags) or factors.rows <= CHECKED_ROWS
         check = small and not matrix.checked and not _many_ranks()
-        gathered = self._gathered.setdefault(id(matrix), Gathered())
-        curvatures.gather(gathered, matrix, factors, group, seed_of(group), check)
+        gathered = self._gathered.setdefault(id(matrix), self._gathers())
+        gathered.take_in(matrix, factors, group, seed_of(group), check)
 
     def _drop_stale(self) -> None:
         """Before a forward pass: gradients thrown away (model.zero_grad()) take with them what was gathered."""

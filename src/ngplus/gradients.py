@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ngplus.matrices import ParameterMatrix
 
 
 def gradient_matrix(
-    matrix: ParameterMatrix, group: dict[str, Any], grad_scale: Tensor | None
+    matrix: ParameterMatrix, group: Mapping[str, Any], grad_scale: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """G as [groups, m, n]. Of a sparse gradient only the rows that it touches, and their indices."""
     matrix.update_layout()

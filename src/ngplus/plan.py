@@ -21,7 +21,6 @@ from typing import Any
 from torch import Tensor
 
 from ngplus.blocks import Cut
-from ngplus.curvature import KEPT_WIDE
 from ngplus.factors import Outer
 from ngplus.matrices import ParameterMatrix
 from ngplus.sketch import SketchSpec
@@ -172,7 +171,7 @@ def _row(
     kept = sum(
         value.numel() * value.element_size()
         for key, value in state.items()
-        if isinstance(value, Tensor) and key.removesuffix("_tail") in KEPT_WIDE
+        if isinstance(value, Tensor) and key != "momentum_buffer"
     )
     return PlanRow(
         name=matrix.name,

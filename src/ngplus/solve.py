@@ -98,8 +98,8 @@ def eigenbasis(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """w and Q of L = Q diag(w) Q^T, in the order of rising eigenvalues, up to a slight tilt.
 
     Where eigenvalues are equal, as in the null space of few samples, their eigenvectors are any basis of a space,
-    chosen by the rounding of L. A diagonal of sqrt(eps) of the mean eigenvalue is added, rising along the rows, so that the
-    same L gives the same basis on every machine and for every order of its samples.
+    chosen by the rounding of L. A diagonal of sqrt(eps) of the mean eigenvalue is added, rising along the rows, so that
+    the same L gives the same basis on every machine and for every order of its samples.
     """
     d = matrix.shape[-1]
     if d == 1:

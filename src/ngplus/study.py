@@ -40,7 +40,7 @@ def gfim(
     gathered: dict[int, Gathered] = {}
 
     def sink(matrix: ParameterMatrix, factors: Factors) -> None:
-        curvatures.gather(gathered.setdefault(id(matrix), Gathered()), matrix, factors, group, seed=0)
+        gathered.setdefault(id(matrix), Gathered()).take_in(matrix, factors, group, seed=0)
 
     training = model.training
     capture = Capture(model, uses, sink, batch_dim)

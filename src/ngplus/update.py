@@ -13,7 +13,7 @@ State = dict[str, Any]
 
 
 def update_parameters(
-    group: Group, directions: Mapping[nn.Parameter, Tensor], states: MutableMapping[Tensor, State]
+    group: Mapping[str, Any], directions: Mapping[nn.Parameter, Tensor], states: MutableMapping[Tensor, State]
 ) -> None:
     """Momentum and weight decay of torch.optim.SGD on the directions, then W <- W - lr * direction.
 
@@ -48,7 +48,7 @@ def update_parameters(
 
 
 def _with_momentum(
-    group: Group, params: list[Tensor], steps: list[Tensor], states: MutableMapping[Tensor, State]
+    group: Mapping[str, Any], params: list[Tensor], steps: list[Tensor], states: MutableMapping[Tensor, State]
 ) -> list[Tensor]:
     momentum = group["momentum"]
     # Adam's step length already counts the past: a plain sum of such steps would be 1 / (1 - momentum) times as long.

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from ngplus import fisher, solve
-from ngplus.baselines.common import Batches, CapturedOptimizer, state_bytes
+from ngplus.baselines.common import Batches, Rival
 from ngplus.capture import BatchDims
-from ngplus.curvature import Group, State
+from ngplus.captured import state_bytes
+from ngplus.curvature import Gathered, Group, State
 from ngplus.factors import Factors, Joined, Outer
+from ngplus.gradients import captured_scale
 from ngplus.matrices import ParameterMatrix
 from ngplus.plan import PlanRow
 
@@ -38,7 +40,7 @@ class _Sums(Batches):
     places: int = 0  # summands of ``input``
     bound: float | Tensor = 0.0
 
-    def add(self, matrix: ParameterMatrix, factors: Factors, group: Group) -> None:
+    def add(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int) -> None:
         uses = list(factors.uses) if isinstance(factors, Joined) else [factors]
         outer = [use for use in uses if isinstance(use, Outer)]
         if len(outer) < len(uses):
@@ -101,7 +103,7 @@ def kronecker_sums(
     return sums[0], sums[1], (squares[0] * squares[1]).sqrt()
 
 
-class KFAC(CapturedOptimizer):
+class KFAC(Rival):
     r"""KFAC: :math:`W \leftarrow W - \alpha\,(G + \sqrt\lambda I)^{-1}\,\nabla W\,(A + \sqrt\lambda I)^{-1}`.
 
     With a_ip the input of a layer (and a 1 for the bias) at position p of sample i, and g_ip the gradient of that
@@ -167,7 +169,7 @@ class KFAC(CapturedOptimizer):
             raise ValueError(f"Invalid approx: {group['approx']!r} (one of {', '.join(map(repr, _APPROX))})")
 
     def _refresh(
-        self, matrix: ParameterMatrix, group: Group, state: State, gathered: Batches | None, gradient: Tensor,
+        self, matrix: ParameterMatrix, group: Group, state: State, gathered: Gathered | None, gradient: Tensor,
         rows: Tensor | None,
     ) -> bool:  # fmt: skip
         fresh: dict[str, Tensor]
@@ -176,10 +178,10 @@ class KFAC(CapturedOptimizer):
             fresh = {"curvature": curved @ curved.mT}
         else:
             assert isinstance(gathered, _Sums)
-            fresh = gathered.means(gathered.scale(group, self._grad_scale()))
+            fresh = gathered.means(gathered.scale(group, captured_scale(self)))
         finite = all(bool(x.isfinite().all()) for x in fresh.values())
         if not finite:
-            if self._fits(matrix, state):
+            if self._fits(matrix, group, state):
                 return False
             fresh = {key: torch.zeros_like(x) for key, x in fresh.items()}
         beta = group["beta"] if group["step"] > 0 else 0.0
@@ -196,7 +198,7 @@ class KFAC(CapturedOptimizer):
             state.update(fresh)
         return finite
 
-    def _fits(self, matrix: ParameterMatrix, state: State) -> bool:
+    def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
         layout = matrix.layout
         if "curvature_inverse" in state:
             sizes = {"curvature": min(layout.rows, layout.cols)}

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from ngplus import solve
-from ngplus.baselines.common import Batches, CapturedOptimizer, state_bytes
+from ngplus.baselines.common import Batches, Rival
 from ngplus.capture import BatchDims
-from ngplus.curvature import Group, State, subsample
+from ngplus.captured import state_bytes
+from ngplus.curvature import Gathered, Group, State, subsample
 from ngplus.factors import Bags, Factors, Joined, Lookup, Outer, Rows
 from ngplus.fisher import CHUNK_BYTES
 from ngplus.gathering import seed_of
+from ngplus.gradients import captured_scale
 from ngplus.matrices import ParameterMatrix
 from ngplus.plan import PlanRow
 
@@ -35,7 +37,7 @@ class _Columns(Batches):
 
     parts: list[tuple[int, Part]] = field(default_factory=list)
 
-    def add(self, matrix: ParameterMatrix, factors: Factors, group: Group) -> None:
+    def add(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int) -> None:
         index = subsample(factors.samples, group["samples"], seed_of(group))
         uses = factors.uses if isinstance(factors, Joined) else [factors]
         self.parts += [(self.used, part_of(use, index, matrix.dtype)) for use in uses]
@@ -51,7 +53,7 @@ class _Columns(Batches):
         return torch.stack(lengths).sum() * (self.samples / self.used)
 
 
-class SENG(CapturedOptimizer):
+class SENG(Rival):
     r"""SENG: with :math:`U = [\mathrm{vec}(G_1) \dots \mathrm{vec}(G_S)]/\sqrt S` for each layer, every
     ``update_every`` steps, and g = vec of the mini-batch gradient,
 
@@ -118,7 +120,7 @@ class SENG(CapturedOptimizer):
             raise ValueError(f"Invalid damping: {group['damping']} (SENG divides by it)")
 
     def _refresh(
-        self, matrix: ParameterMatrix, group: Group, state: State, gathered: Batches | None, gradient: Tensor,
+        self, matrix: ParameterMatrix, group: Group, state: State, gathered: Gathered | None, gradient: Tensor,
         rows: Tensor | None,
     ) -> bool:  # fmt: skip
         if gathered is None:  # one column: the mini-batch gradient, so that d = g / (lambda + |g|^2)
@@ -126,13 +128,13 @@ class SENG(CapturedOptimizer):
             parts: list[tuple[int, Part]] = [(0, one)]
         else:
             assert isinstance(gathered, _Columns)
-            scale = gathered.scale(group, self._grad_scale()) / gathered.used**0.5
+            scale = gathered.scale(group, captured_scale(self)) / gathered.used**0.5
             parts = [(start, _scaled(part, scale)) for start, part in gathered.parts]
         kept = _choose(parts, group["sketch"], seed_of(group))
         gram = gram_of([(start, _sketched(part, *kept)) for start, part in parts])
         finite = bool(gram.isfinite().all())
         if not finite:
-            if self._fits(matrix, state):
+            if self._fits(matrix, group, state):
                 return False
             parts, gram = [(0, Rows(torch.zeros_like(gradient[:, None])))], torch.zeros_like(gram[:1, :1])
         damping = torch.as_tensor(group["damping"], dtype=gram.dtype, device=gram.device)
@@ -144,7 +146,7 @@ class SENG(CapturedOptimizer):
         state.update(rows=matrix.layout.rows, cols=matrix.layout.cols)
         return finite
 
-    def _fits(self, matrix: ParameterMatrix, state: State) -> bool:
+    def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
         if "core" not in state or (state["rows"], state["cols"]) != (matrix.layout.rows, matrix.layout.cols):
             return False
         return state["core"].dtype == matrix.dtype and state["core"].device == matrix.params[0].device

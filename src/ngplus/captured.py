@@ -1,0 +1,355 @@
+"""An optimizer whose curvature comes from the capture: the frame that NG+ and its rivals share.
+
+``step`` reads like Algorithm 1 of the paper: take the gradients, refresh the curvature where k mod T == 0, turn
+gradients into directions, update the parameters, arm the capture for the next refresh. A method says what it gathers,
+how a refresh turns that into state, and how state turns a gradient into a direction.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from ngplus import options
+from ngplus.capture import BatchDims
+from ngplus.curvature import Gathered, Group, State
+from ngplus.gathering import Gathering
+from ngplus.gradients import check_finite, gradient_matrix
+from ngplus.matrices import ParameterMatrix, Use, collect, named
+from ngplus.sync import Ranks
+from ngplus.update import update_parameters
+
+
+class CapturedOptimizer(Optimizer):
+    """The frame. A method gives ``_refresh``, ``_fits`` and ``_direction``, and what else it does in its own way."""
+
+    _gathers: type[Gathered] = Gathered
+    _neutral: Mapping[str, Any] = {}  # values for the options of NG+ that a rival does not have
+    _own_keys: tuple[str, ...] = ("momentum_buffer",)  # state that has the parameter's dtype; all else keeps its own
+    _step_supports_amp_scaling = True
+    _initialising = False
+
+    def __init__(
+        self,
+        params: nn.Module | ParamsT,
+        model: nn.Module | None,
+        batch_dim: BatchDims,
+        defaults: dict[str, Any],
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        defaults = {**defaults, "step": 0}
+        self._check(defaults)
+        self._option_names = tuple(defaults)
+        if isinstance(params, nn.Module):
+            if model is not None and model is not params:
+                raise ValueError(
+                    f"{type(self).__name__} got two models: one in place of the parameters and one as model="
+                )
+            model = params
+            params = list(_inside(model).named_parameters())
+            if not params:
+                raise ValueError(f"The model {type(model).__name__} has no parameters")
+        self._ranks = Ranks.of(model, process_group)
+        # A compiled model's hooks would be compiled with it: watch the model inside, and run refresh steps eagerly.
+        self._model = None if model is None else _inside(model)
+        self._compiled = model if hasattr(model, "_orig_mod") else None
+        self._batch_dim: BatchDims = dict(batch_dim) if isinstance(batch_dim, Mapping) else batch_dim
+        self._matrices: list[ParameterMatrix] = []
+        self._gathering: Gathering | None = None
+        super().__init__(params, defaults)
+        self._watch()
+
+    # ---------------------------------------------------------------------------------------------- of each method
+
+    def _captures(self, group: Mapping[str, Any]) -> bool:
+        """Does this group's curvature come from captured factors?"""
+        return True
+
+    def _observe(self, matrix: ParameterMatrix, group: Group, state: State, gradient: Tensor) -> None:
+        """What a method does in every step, before a refresh."""
+
+    def _refresh(
+        self, matrix: ParameterMatrix, group: Group, state: State, gathered: Gathered | None, gradient: Tensor,
+        rows: Tensor | None,
+    ) -> bool:  # fmt: skip
+        """New curvature in the state; without ``gathered``, from the mini-batch gradient. False: it was not finite."""
+        raise NotImplementedError
+
+    def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
+        """Is there curvature, of the size and precision that the matrix has at present?"""
+        raise NotImplementedError
+
+    def _direction(
+        self, matrix: ParameterMatrix, group: Group, state: State, gradient: Tensor, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The preconditioned gradient [groups, m, n]; of a sparse one, the rows touched and their indices."""
+        raise NotImplementedError
+
+    def _initialised(self, group: Group, state: State) -> None:
+        """After a step that only initialises the state."""
+
+    def _bound(self, uses: list[Use]) -> None:
+        """After parameters have been bound to matrices."""
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        """ValueError for the first option that does not make sense."""
+        options.check(self._complete(group))
+
+    def _complete(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**self._neutral, **group} if self._neutral else group
+
+    # ---------------------------------------------------------------------------------------------- construction
+
+    def _watch(self) -> None:
+        """Binds parameters to matrices and installs the capture; again whenever the parameters change."""
+        if self._gathering is not None:
+            self._gathering.remove()
+        self._warned = False
+        in_model = named(self._model.named_parameters(remove_duplicate=False)) if self._model is not None else {}
+        names: dict[nn.Parameter, str] = {}
+        for g, group in enumerate(self.param_groups):
+            labels = group.get("param_names") or _labels(g, len(group["params"]))
+            names.update({p: in_model.get(p, label) for p, label in zip(group["params"], labels, strict=True)})
+        self._of_param: dict[nn.Parameter, Group] = {p: group for group in self.param_groups for p in group["params"]}
+        # Empty parameters have no matrix and no step.
+        self._matrices, uses = collect(self._model, {p: name for p, name in names.items() if p.numel() > 0})
+        self._gathering = Gathering(self._matrices, self._of_param, self._gathers)
+        if self._model is not None and any(map(self._captures, self.param_groups)):
+            self._gathering.watch(self._model, uses, self._batch_dim, self._compiled)
+        self._bound(uses)
+        self._arm()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch.optim; the new parameters' first refresh is at the next step."""
+        if isinstance(param_group, dict):
+            param_group = {**param_group, "step": 0}
+            merged = {**self.defaults, **param_group}
+            self._check(merged)
+            if self._captures(merged) and self._model is None:
+                raise ValueError(
+                    f"{type(self).__name__} takes its curvature from the samples that the model sees: give the module "
+                    "in place of its parameters, or as model= (NGPlus with curvature='batch' needs none)"
+                )
+            param_group = self._with_names(param_group)
+        super().add_param_group(param_group)
+        added = self.param_groups[-1]
+        try:
+            if len(set(added["params"])) != len(added["params"]):
+                raise ValueError("A parameter is given twice in one parameter group")
+            for i, param in enumerate(added["params"]):
+                name = added["param_names"][i] if "param_names" in added else f"number {i}"
+                if param.is_complex():
+                    raise ValueError(f"Parameter {name} is complex; only real ones are taken (torch.view_as_real)")
+                if not param.is_floating_point():
+                    raise ValueError(f"Parameter {name} is {param.dtype}; only floating-point ones are taken")
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        if self._matrices:
+            self._watch()
+
+    def _with_names(self, param_group: dict[str, Any]) -> dict[str, Any]:
+        """Torch wants all groups named or none; a model names its parameters, so later groups get their names, too."""
+        if not self.param_groups or "param_names" not in self.param_groups[0]:
+            return param_group
+        given = param_group["params"]
+        params = [given] if isinstance(given, Tensor) else list(given)
+        if any(isinstance(p, tuple) for p in params):
+            return {**param_group, "params": params}
+        names: dict[Any, str] = dict(named(self._model.named_parameters())) if self._model is not None else {}
+        labels = _labels(len(self.param_groups), len(params))
+        pairs = [(names.get(p, label), p) for p, label in zip(params, labels, strict=True)]
+        return {**param_group, "params": pairs}
+
+    # ---------------------------------------------------------------------------------------------- the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """A refresh where k mod T == 0; then W <- W - lr * direction, with momentum and weight decay as in SGD."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        directions = self._directions()
+        if directions is not None:
+            for group in self.param_groups:
+                update_parameters(self._complete(group), directions, self.state)
+            self._advance()
+        return loss
+
+    def _directions(self) -> dict[nn.Parameter, Tensor] | None:
+        """The direction of every parameter that has a gradient; None where the step is to be skipped."""
+        for group in self.param_groups:  # they may have been changed since the last step
+            self._check(group)
+        gathering = self._gathering
+        assert gathering is not None
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and bool(found_inf):  # torch.amp.GradScaler has found an overflow
+            gathering.forget()
+            return None
+        gathering.finish()
+        if self._ranks is not None:
+            gathering.synchronise(
+                self._ranks, [m for m in self._matrices if self._captures(self._group(m)) and self._due(m)]
+            )
+        work = [m for m in self._matrices if any(p.grad is not None for p in m.params)]
+        if not work:
+            if gathering.forward_seen:
+                raise RuntimeError(
+                    "No parameter has a gradient, though the model has been called: the loss does not reach any "
+                    "parameter of this optimizer, or backward() was not called"
+                )
+            return None
+        norms = check_finite(work)
+        # Distributed checkpoints make a step with lr = 0 and zero gradients, only to have the state initialised.
+        self._initialising = all(float(g["lr"]) == 0.0 for g in self.param_groups) and not bool(norms.any())
+        directions: dict[nn.Parameter, Tensor] = {}
+        uncovered: list[ParameterMatrix] = []
+        for matrix in work:
+            for param in matrix.params:  # distributed checkpoints want an entry for every parameter
+                self.state.setdefault(param, {})
+            directions.update(self._direction_of(matrix, gathering, uncovered))
+        self._warn_uncovered(uncovered)
+        return directions
+
+    def _direction_of(
+        self, matrix: ParameterMatrix, gathering: Gathering, uncovered: list[ParameterMatrix]
+    ) -> dict[nn.Parameter, Tensor]:
+        """The directions of one matrix's parameters. Its curvature is in the state of the first of them."""
+        group, state = self._group(matrix), self.state[matrix.params[0]]
+        gradient, rows = gradient_matrix(matrix, self._complete(group), getattr(self, "grad_scale", None))
+        self._observe(matrix, group, state, gradient)
+        if self._due(matrix):
+            gathered = gathering.take(matrix)
+            if self._captures(group) and (matrix.source == "batch" or gathered is None):
+                uncovered.append(matrix)
+                gathered = None
+            if not self._refresh(matrix, group, state, gathered, gradient, rows):
+                warnings.warn(
+                    f"The curvature of {matrix.name!r} is not finite; the last good one stays in use", stacklevel=6
+                )
+        direction, rows = self._direction(matrix, group, state, gradient, rows)
+        if self._initialising:
+            self._initialised(group, state)
+        if rows is not None:
+            first = matrix.params[0]
+            values = direction[0].to(first.dtype).contiguous()
+            return {
+                first: torch.sparse_coo_tensor(rows, values, first.shape, is_coalesced=True, check_invariants=False)
+            }
+        parts = zip(matrix.active_params, matrix.layout.split(direction), strict=True)
+        return {param: part.to(param.dtype) for param, part in parts if param.grad is not None}
+
+    def _group(self, matrix: ParameterMatrix) -> Group:
+        """A matrix goes by the options of its first parameter's group."""
+        return self._of_param[matrix.params[0]]
+
+    def _advance(self) -> None:
+        """k <- k + 1, and the capture armed for the matrices that are due in the next step."""
+        for group in self.param_groups:
+            if not self._initialising:
+                group["step"] += 1
+        if self._gathering is not None:
+            self._gathering.forget()
+        self._arm()
+
+    def _due(self, matrix: ParameterMatrix) -> bool:
+        group = self._group(matrix)
+        # .get: a look must not make an entry, since an optimizer with no state is one that has not been initialised
+        held = self.state.get(matrix.params[0], {})
+        return group["step"] % group["update_every"] == 0 or not self._fits(matrix, group, held)
+
+    def _arm(self) -> None:
+        for matrix in self._matrices:
+            matrix.armed = self._captures(self._group(matrix)) and matrix.source != "batch" and self._due(matrix)
+
+    def _warn_uncovered(self, uncovered: list[ParameterMatrix]) -> None:
+        """One warning in an optimizer's life, with the names of all that has no per-sample curvature."""
+        if self._warned or self._initialising or not uncovered:
+            return
+        self._warned = True
+        shown = [
+            f"{', '.join(m.names)} ({m.reason or 'no gradient was captured: see train() and the graph of the loss'})"
+            for m in uncovered[:20]
+        ]
+        more = f" and {len(uncovered) - 20} more" if len(uncovered) > 20 else ""
+        warnings.warn(
+            f"No per-sample curvature for {'; '.join(shown)}{more}. "
+            "Mini-batch curvature is used for them; plan() lists all",
+            stacklevel=6,  # the line of the user's step()
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch.optim; what a backward pass without a step has gathered is dropped with its gradients."""
+        if self._gathering is not None:
+            self._gathering.drop()
+        super().zero_grad(set_to_none)
+
+    def _find(self, which: str | nn.Parameter) -> ParameterMatrix:
+        for matrix in self._matrices:
+            if (which in matrix.names) if isinstance(which, str) else any(which is p for p in matrix.params):
+                return matrix
+        raise KeyError(f"No parameter {which!r} in this optimizer" if isinstance(which, str) else "Unknown parameter")
+
+    # ---------------------------------------------------------------------------------------------- state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch.optim, but curvature keeps its own precision whatever the parameters' dtype."""
+        seen: list[dict[str, Any]] = []  # what is loaded, after the user's own hooks
+        handle = self.register_load_state_dict_pre_hook(lambda _, given: seen.append(given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        ids = [i for group in seen[-1]["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for i, param in zip(ids, params, strict=True):
+            for key, value in seen[-1]["state"].get(i, {}).items():
+                if isinstance(value, Tensor) and key not in self._own_keys:
+                    self.state[param][key] = value.detach().clone().to(param.device)
+                elif isinstance(value, dict) and not value:  # a distributed checkpoint's way to say "not there"
+                    self.state[param].pop(key, None)
+        for group in self.param_groups:
+            for key in self._option_names:  # options that are newer than the checkpoint
+                group.setdefault(key, self.defaults[key])
+        self._of_param.update({param: group for group in self.param_groups for param in group["params"]})
+        if self._gathering is not None:
+            self._gathering.forget()
+        self._arm()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_model", "_batch_dim", "_option_names")
+        return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}, "_compiled": None, "_ranks": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_matrices" not in self.__dict__:  # a copy, and not Optimizer.load_state_dict
+            self._gathering = None
+            self._watch()
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """The model that torch.compile or DistributedDataParallel has wrapped, whose parameters have their plain names."""
+    for wrapper in ("module", "_orig_mod"):
+        inner = getattr(model, wrapper, None)
+        wraps = wrapper == "_orig_mod" or isinstance(model, nn.parallel.DistributedDataParallel)
+        if wraps and isinstance(inner, nn.Module):
+            return _inside(inner)
+    return model
+
+
+def _labels(group: int, count: int) -> list[str]:
+    """Names for parameters that have none."""
+    return [f"param_groups[{group}]['params'][{i}]" for i in range(count)]
+
+
+def state_bytes(state: State) -> int:
+    """Bytes that a matrix keeps for its curvature."""
+    kept = [value for key, value in state.items() if isinstance(value, Tensor) and key != "momentum_buffer"]
+    return sum(value.numel() * value.element_size() for value in kept)
