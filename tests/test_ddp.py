@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ngplus
 from ngplus.blocks import Cut
-from ngplus.sync import assign, wire_elements
+from ngplus.sync import assign
 
 STEPS, BATCH = 20, 12
 
@@ -121,8 +121,32 @@ def one_rank(rank: int, world: int, folder: str, cases: list[Case]) -> None:
     """A process: all cases one after the other, since starting it takes longer than they do."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
-    torch.save([train_on_ranks(rank, world, case) for case in cases], Path(folder) / f"{rank}.pt")
+    results = [train_on_ranks(rank, world, case) for case in cases]
+    torch.save([results, bytes_of_a_refresh()], Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
+
+
+def bytes_of_a_refresh() -> tuple[int, int]:
+    """What plan() says that a refresh sends, and what goes through all_reduce beside DDP's own gradients."""
+    sent = []
+    plain = dist.all_reduce
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.numel() * tensor.element_size())
+        return plain(tensor, *args, **kwargs)
+
+    net = DistributedDataParallel(model(torch.float32))
+    optimizer = ngplus.NGPlus(net, **OPTIONS["sample"])
+    x, y = batch(0, torch.float32)
+    squared(net(x), y).mean().backward()
+    dist.all_reduce = counted
+    try:
+        optimizer.step()
+    finally:
+        dist.all_reduce = plain
+    counts, *buckets = sent  # the sample counts come first, three numbers a matrix
+    assert counts == 3 * 8 * len(optimizer.plan())
+    return optimizer.plan().wire_bytes, sum(buckets)
 
 
 def start(function: Callable[..., None], world: int, folder: Path, *args: Any) -> list[Any]:
@@ -146,13 +170,18 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: str(CASES[i]))
 def test_two_ranks_equal_one_process(two_ranks: list[Any], index: int) -> None:
-    assert_equal_to_one_process([rank[index] for rank in two_ranks], CASES[index])
+    assert_equal_to_one_process([results[index] for results, _ in two_ranks], CASES[index])
+
+
+def test_plan_tells_the_bytes_on_the_wire(two_ranks: list[Any]) -> None:
+    for _, (planned, counted) in two_ranks:
+        assert planned == counted > 0
 
 
 def test_four_ranks_with_unequal_shares(tmp_path: Path) -> None:
     case = Case("sample", unequal=True)
     found = start(one_rank, 4, tmp_path, [case])
-    assert_equal_to_one_process([rank[0] for rank in found], case)
+    assert_equal_to_one_process([results[0] for results, _ in found], case)
 
 
 class Sometimes(nn.Module):
@@ -194,8 +223,7 @@ def test_a_rank_whose_module_got_no_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize("block", [None, 2])
 def test_bytes_on_the_wire(block: int | None) -> None:
     """The lower triangle of the smaller side, d (d + 1) / 2 numbers a block."""
-    cut = Cut.of(2, 5, block)
-    assert wire_elements(cut) == 2 * (15 if block is None else 3 + 3 + 1)
+    assert Cut.of(2, 5, block).triangle == 2 * (15 if block is None else 3 + 3 + 1)
 
 
 def test_assignment_is_balanced_and_the_same_everywhere() -> None:

@@ -46,6 +46,11 @@ class Cut:
         return self.groups * sum(count * size * size for _, count, size in self.stacks)
 
     @property
+    def triangle(self) -> int:
+        """Numbers in the lower triangles of all the blocks' matrices: what a symmetric matrix is on the wire."""
+        return self.groups * sum(count * size * (size + 1) // 2 for _, count, size in self.stacks)
+
+    @property
     def cubes(self) -> int:
         """The sum of p^3 over all blocks, the cost of an inverse up to its constant."""
         return self.groups * sum(count * size**3 for _, count, size in self.stacks)

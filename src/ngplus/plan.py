@@ -45,6 +45,7 @@ class PlanRow:
     step_flops: int
     refresh_flops: int
     note: str
+    wire_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,28 @@ class Plan(Sequence[PlanRow]):
         return sum(row.step_flops for row in self.rows)
 
     @property
+    def wire_bytes(self) -> int:
+        """Bytes that a refresh sends on each of several ranks: the lower triangles of all matrices."""
+        return sum(row.wire_bytes for row in self.rows)
+
+    @property
     def refresh_flops(self) -> int:
         return sum(row.refresh_flops for row in self.rows)
 
     def __str__(self) -> str:
-        head = ("parameter", "m x n", "curvature", "side", "solver", "blocks", "form", "state", "step", "refresh")
+        head = (
+            "parameter",
+            "m x n",
+            "curvature",
+            "side",
+            "solver",
+            "blocks",
+            "form",
+            "state",
+            "step",
+            "refresh",
+            "wire",
+        )
         lines = [
             (
                 row.name + "".join(f" + {name.rpartition('.')[2]}" for name in row.parameters[1:]),
@@ -96,6 +114,7 @@ class Plan(Sequence[PlanRow]):
                 _amount(row.state_bytes, "B", 1024),
                 _amount(row.step_flops, "FLOP"),
                 _amount(row.refresh_flops, "FLOP"),
+                _amount(row.wire_bytes, "B", 1024),
             )
             for row in self.rows
         ]
@@ -104,6 +123,7 @@ class Plan(Sequence[PlanRow]):
             _amount(self.state_bytes, "B", 1024),
             _amount(self.step_flops, "FLOP"),
             _amount(self.refresh_flops, "FLOP"),
+            _amount(self.wire_bytes, "B", 1024),
         )
         table = [head, *lines, total + amounts]
         widths = [max(len(line[i]) for line in table) for i in range(len(head))]
@@ -187,6 +207,7 @@ def _row(
         step_flops=step,
         refresh_flops=refresh,
         note=matrix.reason,
+        wire_bytes=0 if source == "batch" else cut.triangle * width,
     )
 
 

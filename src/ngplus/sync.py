@@ -76,11 +76,6 @@ class Ranks:
         return [bool(bad) for _, _, bad in table]
 
 
-def wire_elements(cut: Cut) -> int:
-    """Numbers that one matrix sends in a refresh: the lower triangle of each of its blocks."""
-    return cut.groups * sum(count * size * (size + 1) // 2 for _, count, size in cut.stacks)
-
-
 def assign(costs: Sequence[float], ranks: int) -> list[int]:
     """The owner of each piece of work: the heaviest first, each to the rank with the least so far.
 
