@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -153,6 +155,22 @@ def test_eigenbasis_at_any_scale(d: int, scale: float) -> None:
     torch.testing.assert_close(vectors.mT @ vectors, torch.eye(d).expand(2, d, d), rtol=1e-5, atol=1e-5)
     again = solve.from_eigenbasis(values, vectors)
     torch.testing.assert_close(again, matrix, rtol=1e-4, atol=1e-5 * scale + 1e-40)
+
+
+def test_eigenbasis_where_float32_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As LAPACK has failed on a real layer with many dead units: float64 takes over."""
+    plain = torch.linalg.eigh
+
+    def eigh(x: Tensor) -> Any:
+        if x.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("the algorithm failed to converge")
+        return plain(x)
+
+    matrix = (u := random(2, 5, 6)) @ u.mT
+    monkeypatch.setattr(torch.linalg, "eigh", eigh)
+    values, vectors = solve.eigenbasis(matrix.float())
+    assert values.dtype == vectors.dtype == torch.float32
+    torch.testing.assert_close(solve.from_eigenbasis(values, vectors).double(), matrix, rtol=1e-4, atol=1e-4)
 
 
 def test_eigenbasis_of_a_null_space_does_not_follow_rounding() -> None:

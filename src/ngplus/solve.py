@@ -107,7 +107,10 @@ def eigenbasis(matrix: Tensor) -> tuple[Tensor, Tensor]:
     mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
     tilted = matrix / mean[:, None, None]
     tilted.diagonal(dim1=-2, dim2=-1).add_(_tilt(d, matrix))
-    values, vectors = torch.linalg.eigh(tilted)
+    try:
+        values, vectors = torch.linalg.eigh(tilted)
+    except torch.linalg.LinAlgError:  # float32 does not always converge where many rows are zero
+        values, vectors = (x.to(matrix.dtype) for x in torch.linalg.eigh(tilted.double()))
     return values * mean[:, None], vectors
 
 

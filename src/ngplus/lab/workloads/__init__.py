@@ -8,7 +8,17 @@ import importlib
 from ngplus.lab.workloads.base import DataError, Preset, Task, Workload
 
 # name: module and class
-_WORKLOADS: dict[str, tuple[str, str]] = {}
+_WORKLOADS: dict[str, tuple[str, str]] = {
+    "digits": ("digits", "Digits"),
+    "autoencoder": ("autoencoder", "Autoencoder"),
+    "cifar10": ("cifar10", "Cifar10"),
+    "imagenet": ("imagenet", "ImageNet"),
+    "qm9": ("qm9", "QM9"),
+    "materials": ("materials", "Materials"),
+    "multi30k": ("multi30k", "Multi30k"),
+    "iwslt14": ("iwslt14", "Iwslt14"),
+    "criteo": ("criteo", "Criteo"),
+}
 
 
 def names() -> list[str]:

@@ -1,0 +1,112 @@
+"""QM9 with SchNet: the energy U0 of small molecules, without the energies of their atoms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from ngplus.lab.workloads.base import Preset, Workload
+from ngplus.lab.workloads.files import Arrays, Folder, cached, folder
+from ngplus.lab.workloads.recipe import Recipe
+from ngplus.lab.workloads.schnet import EnergyTask, Molecules, split
+
+HELP = """QM9 is at https://doi.org/10.6084/m9.figshare.c.978904 (public domain). Lay it out as
+  DATA/qm9/qm9.npz
+with the arrays N (atoms of each molecule), Z and R (atomic numbers and positions in Angstrom of all atoms, one molecule
+after the other), Y and Y_names (targets in Hartree, InternalEnergy_0K_au among them)."""
+
+HARTREE = 27.211386245988  # eV
+# U0 of single atoms, Hartree
+ATOMS = {1: -0.500273, 6: -37.846772, 7: -54.583861, 8: -75.064579, 9: -99.718730}
+
+
+def read(source: Folder) -> Arrays:
+    """Counts, numbers, positions, and the energy of each molecule less those of its atoms, in eV."""
+    path = source.require("qm9.npz")
+
+    def make() -> Arrays:
+        with source.reading(path), np.load(path, allow_pickle=False) as held:
+            count, numbers = held["N"].astype(np.int64), held["Z"].astype(np.int64)
+            positions, targets = held["R"].astype(np.float32), held["Y"]
+            names = [str(name) for name in held["Y_names"]]
+            if count.sum() != len(numbers) or positions.shape != (len(numbers), 3) or len(targets) != len(count):
+                raise ValueError("the lengths of N, Z, R and Y do not fit together")
+            if count.min(initial=1) < 1 or not np.isin(numbers, list(ATOMS)).all():
+                raise ValueError("a molecule without atoms, or an element other than H, C, N, O, F")
+            reference = np.zeros(10)
+            reference[list(ATOMS)] = list(ATOMS.values())
+            first = np.cumsum(count) - count
+            energy = targets[:, names.index("InternalEnergy_0K_au")] - np.add.reduceat(reference[numbers], first)
+            if not (np.isfinite(energy).all() and np.isfinite(positions).all()):
+                raise ValueError("a number is not finite")
+        return {"count": count, "numbers": numbers, "positions": positions, "energy": energy * HARTREE}
+
+    return cached([path], "qm9", None, make)
+
+
+class QM9(Workload):
+    name = "qm9"
+    title = "QM9 U0, SchNet"
+    measure = "mae"  # eV
+    higher_is_better = False
+    presets: ClassVar[Mapping[str, Preset]] = {
+        "small": Preset(
+            steps=800,
+            batch_size=32,
+            evaluate_every=80,
+            target=0.45,
+            options={
+                "model": {
+                    "hidden_channels": 32,
+                    "num_filters": 32,
+                    "num_interactions": 2,
+                    "num_gaussians": 25,
+                    "cutoff": 5.0,
+                },
+                "train": 10_000,
+                "validation": 500,
+            },
+        ),
+        # SchNetPack's model and batch; the paper names neither.
+        "paper": Preset(
+            steps=110_000,
+            batch_size=100,
+            evaluate_every=1_100,
+            target=0.014,  # SchNet's published error
+            schedule="constant",
+            options={
+                "model": {
+                    "hidden_channels": 128,
+                    "num_filters": 128,
+                    "num_interactions": 6,
+                    "num_gaussians": 50,
+                    "cutoff": 10.0,
+                },
+                "train": 110_000,
+                "validation": 10_000,
+                "loss_unit": "eV",
+            },
+        ),
+    }
+    recipes: ClassVar[Mapping[str, Mapping[str, Recipe]]] = {
+        "paper": {
+            # lr * max(epoch - 10, 1)^-0.5
+            "ngplus-paper": Recipe(
+                {"lr": 2e-4, "scaling": "inverse", "damping": 0.17, "update_every": 200, "weight_decay": 1e-5},
+                {"schedule": "inverse-sqrt:1100:11000"},
+            ),
+            "adam": Recipe({"lr": 1e-4, "weight_decay": 1e-5}, {"schedule": "constant"}),
+            "sgd": Recipe({"lr": 4e-4, "weight_decay": 1e-5}, {"schedule": "constant"}),
+        }
+    }
+
+    def open(self, preset: Preset, data: Path | None) -> EnergyTask:
+        arrays = {key: torch.from_numpy(value) for key, value in read(folder(self.name, data, HELP)).items()}
+        cutoff = float(preset.options["model"]["cutoff"])
+        molecules = Molecules(arrays["count"], arrays["numbers"], arrays["energy"], arrays["positions"], cutoff)
+        train, val = split(len(molecules), preset.options["train"], preset.options["validation"])
+        return EnergyTask(molecules, train, val, preset, intensive=False)
