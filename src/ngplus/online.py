@@ -46,7 +46,10 @@ class OnlineNGPlus(Optimizer):
         W_{t+1} = \Pi_K\Bigl(W_t - \tfrac1\alpha L_t^{-1} G_t\Bigr),
 
     with K a ball and :math:`\Pi_K` the projection in the norm of :math:`L_t`. If every loss satisfies
-    :math:`\psi(X) \ge \psi(Y) + \langle\nabla\psi(Y), X - Y\rangle + \frac\alpha2 \|X - Y\|^2_{\nabla\psi\nabla\psi^\top}`
+
+    .. math:: \psi(X) \ge \psi(Y) + \langle\nabla\psi(Y), X - Y\rangle
+        + \tfrac\alpha2 \|X - Y\|^2_{\nabla\psi(Y)\nabla\psi(Y)^\top}
+
     on K, the regret is at most :math:`\frac m{2\alpha}\log(1 + T \mathcal L_G^2/\epsilon) + \frac{\alpha\epsilon}2
     \mathcal D^2`. For :math:`\frac12\|W^\top x - y\|^2` with :math:`\|x\| \le 1`, :math:`\|y\| \le R` and the spectral
     ball of radius R, :math:`\alpha = 1/(4R^2)` does.
@@ -293,7 +296,7 @@ def _as_matrix(tensor: Tensor) -> Tensor:
 
 
 def _epsilon(group: dict[str, Any], shape: torch.Size) -> float:
-    """The theorem's eps = 2 / (alpha D^2), with D = 2 r for the Frobenius ball and 2 r sqrt(min(m, n)) for the other."""
+    """The theorem's eps = 2 / (alpha D^2): D = 2 r for the Frobenius ball, 2 r sqrt(min(m, n)) for the spectral one."""
     if group["eps"] is not None:
         return float(group["eps"])
     if group["radius"] is None:

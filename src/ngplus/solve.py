@@ -109,7 +109,7 @@ def eigenbasis(matrix: Tensor) -> tuple[Tensor, Tensor]:
     tilted.diagonal(dim1=-2, dim2=-1).add_(_tilt(d, matrix))
     try:
         values, vectors = torch.linalg.eigh(tilted)
-    except torch.linalg.LinAlgError:  # float32 does not always converge where many rows are zero
+    except RuntimeError:  # LinAlgError: float32 does not always converge where many rows are zero
         values, vectors = (x.to(matrix.dtype) for x in torch.linalg.eigh(tilted.double()))
     return values * mean[:, None], vectors
 

@@ -1,0 +1,59 @@
+"""``ngplus figure NAME``: what the paper proves or draws, as a picture with its numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_HELP = """What the paper proves or draws, run anew.
+
+NAME is gfim, convergence, regret, costs, sketch, blocks, steps or all.
+
+Writes NAME.png, NAME.svg and NAME.json, and prints a short table. docs/theory.md walks through them."""
+
+
+def figure(
+    name: Annotated[str, typer.Argument(help="The figure, or all.")],
+    out: Annotated[Path, typer.Option(help="The folder that the files go to.")] = Path("figures"),
+    seed: Annotated[int, typer.Option(help="Of all random numbers.")] = 0,
+    small: Annotated[bool, typer.Option("--small", help="A quick instance, in seconds.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(help="For costs: a known model, or package.module:function that gives a model and its inputs."),
+    ] = None,
+) -> None:
+    import difflib
+    import time
+
+    from rich.console import Console
+
+    from ngplus.lab import figures
+
+    if name != "all" and name not in figures.FIGURES:
+        near = difflib.get_close_matches(name, figures.FIGURES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise typer.BadParameter(f"There is no figure {name!r}{hint} (known: {', '.join(figures.FIGURES)}, all)")
+    if model is not None and name != "costs":
+        raise typer.BadParameter("--model goes with the figure costs")
+    if out.exists() and not out.is_dir():
+        raise typer.BadParameter(f"--out {out} is not a folder")
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # into a file or a pipe: as wide as the tables
+    for one in figures.FIGURES if name == "all" else (name,):
+        start = time.perf_counter()
+        options = {"model": model} if model is not None else {}
+        with console.status(f"{one}: {figures.FIGURES[one]}"):
+            try:
+                outcome, paths = figures.make(one, out, seed, small, **options)
+            except figures.FigureError as error:
+                raise typer.BadParameter(str(error)) from error
+        console.print(figures.module(one).summary(outcome))
+        shown = ", ".join(str(path) for path in paths)
+        console.print(f"{one}: {shown} ({time.perf_counter() - start:.0f} s)", highlight=False, soft_wrap=True)
+
+
+def register(app: typer.Typer) -> None:
+    app.command(help=_HELP)(figure)
