@@ -1,0 +1,370 @@
+"""The rivals by name, with their defaults and the ranges they are tuned over.
+
+Each class is imported when it is asked for. Every rival gets the same treatment: a learning rate that the run's
+schedule multiplies, its own defaults for the rest, and a tuning range for the one or two numbers that matter most.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Trainer(Protocol):
+    """What the training loop asks of an optimizer."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+    def zero_grad(self) -> None: ...
+    def step(self) -> Any: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+
+
+@dataclass(frozen=True)
+class Range:
+    """Where a hyper-parameter is looked for."""
+
+    low: float
+    high: float
+    log: bool = True
+
+
+Build = Callable[[nn.Module, type[Any], dict[str, Any]], Trainer]
+
+
+@dataclass(frozen=True)
+class Rival:
+    """An optimizer of the comparison. ``where`` is its class, ``module:name``."""
+
+    name: str
+    title: str
+    where: str
+    build: Build
+    defaults: Mapping[str, Any]
+    ranges: Mapping[str, Range] = field(default_factory=dict)
+
+    def load(self) -> type[Any]:
+        module, _, name = self.where.partition(":")
+        try:
+            cls: type[Any] = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"The optimizer {self.name!r} needs {module}.{name}: {error}") from error
+        return cls
+
+    def options(self) -> list[str]:
+        """The names of its hyper-parameters."""
+        parameters = inspect.signature(self.load()).parameters.values()
+        return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in ("params", "model")]
+
+    def make(self, model: nn.Module, hyper: Mapping[str, Any]) -> Trainer:
+        """The optimizer for a model; ValueError for a hyper-parameter that it does not have."""
+        for name in hyper:
+            check_name(name, self.options(), f"hyper-parameter of {self.name}")
+        return self.build(model, self.load(), {**self.defaults, **hyper})
+
+
+def check_name(name: str, known: Iterable[str], what: str) -> None:
+    """ValueError with the nearest name for one that is not known."""
+    known = list(known)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"There is no {what} {name!r}{hint} (known: {', '.join(known)})")
+
+
+class Together:
+    """Several optimizers, each with parameters of its own, as one."""
+
+    def __init__(self, *parts: Trainer) -> None:
+        self.parts = parts
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+
+
+class AsMatrices:
+    """Muon on convolution weights as well: it sees a view of each as the matrix (out, in * kernel)."""
+
+    def __init__(self, params: list[nn.Parameter], make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
+        self.params = params
+        self.views = [nn.Parameter(p.detach().flatten(1), requires_grad=True) for p in params]
+        self.inner = make(self.views)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+    def step(self) -> None:
+        for param, view in zip(self.params, self.views, strict=True):
+            view.grad = None if param.grad is None else param.grad.flatten(1)
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+class PlainState:
+    """pytorch-optimizer's Shampoo keeps objects in its state; here they are saved and loaded as their tensors."""
+
+    TENSORS = ("statistics", "pre_conditioners", "momentum")
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    def step(self) -> None:
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        states = [
+            {k: v if isinstance(v, Tensor) else self._tensors(v) for k, v in self.inner.state.get(p, {}).items()}
+            for group in self.param_groups
+            for p in group["params"]
+        ]
+        return {"groups": groups, "states": states}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        for param, saved in zip(params, state_dict["states"], strict=True):
+            param.grad = torch.zeros_like(param) if saved else None  # init_group makes state for what has a gradient
+        for group, saved in zip(self.param_groups, state_dict["groups"], strict=True):
+            group.update(saved)
+            self.inner.init_group(group)  # type: ignore[attr-defined]
+        for param, saved in zip(params, state_dict["states"], strict=True):
+            param.grad = None
+            for key, value in saved.items():
+                if isinstance(value, Tensor):
+                    self.inner.state[param][key] = value
+                else:
+                    vars(self.inner.state[param][key]).update(value)
+
+    def _tensors(self, thing: object) -> dict[str, Any]:
+        return {key: value for key, value in vars(thing).items() if key in self.TENSORS}
+
+
+# ------------------------------------------------------------------------------------------------ how each is built
+
+
+def _sparse(model: nn.Module) -> list[nn.Parameter]:
+    """The tables whose gradients are sparse."""
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse)
+    return [p for m in tables for p in (m.weight,) if isinstance(p, nn.Parameter) and p.requires_grad]
+
+
+def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    sparse = _sparse(model)
+    held = {id(p) for p in sparse}
+    return [p for p in model.parameters() if p.requires_grad and id(p) not in held], sparse
+
+
+def _with_tables(dense: Trainer, sparse: list[nn.Parameter], make: Callable[[list[nn.Parameter]], Trainer]) -> Trainer:
+    return Together(dense, make(sparse)) if sparse else dense
+
+
+def _of_model(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
+    trainer: Trainer = cls(model, **hyper)
+    return trainer
+
+
+def _of_parameters(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
+    trainer: Trainer = cls([p for p in model.parameters() if p.requires_grad], **hyper)
+    return trainer
+
+
+def _beside_sgd(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
+    """Sparse tables get plain SGD: momentum and decay would touch every row."""
+    dense, sparse = _split(model)
+    return _with_tables(cls(dense, **hyper), sparse, lambda p: torch.optim.SGD(p, lr=hyper["lr"]))
+
+
+def _beside_sparse_adam(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
+    """Sparse tables get torch's SparseAdam with the same learning rate."""
+    dense, sparse = _split(model)
+    return _with_tables(cls(dense, **hyper), sparse, lambda p: torch.optim.SparseAdam(p, lr=hyper["lr"]))
+
+
+def _muon(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
+    """Muon on the hidden matrices; AdamW on vectors, embeddings and the last matrix, as its authors advise."""
+    dense, sparse = _split(model)
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    matrices = [p for p in dense if p.ndim >= 2 and id(p) not in tables][:-1]
+    hidden = {id(p) for p in matrices}
+    rest = [p for p in dense if id(p) not in hidden]
+    parts: list[Trainer] = [AsMatrices(matrices, lambda p: cls(p, **hyper))] if matrices else []
+    if rest:
+        parts.append(torch.optim.AdamW(rest, lr=hyper["lr"], weight_decay=hyper["weight_decay"]))
+    return _with_tables(Together(*parts), sparse, lambda p: torch.optim.SparseAdam(p, lr=hyper["lr"]))
+
+
+def _shampoo(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
+    dense, sparse = _split(model)
+    return _with_tables(PlainState(cls(dense, **hyper)), sparse, lambda p: torch.optim.SparseAdam(p, lr=hyper["lr"]))
+
+
+_SGD_LR = Range(1e-3, 1.0)
+_ADAM_LR = Range(3e-4, 1e-1)
+_DAMPING = Range(1e-3, 3.0)
+_NGPLUS = "ngplus:NGPlus"
+
+RIVALS: dict[str, Rival] = {
+    rival.name: rival
+    for rival in (
+        Rival(
+            "sgd", "SGD with momentum", "torch.optim:SGD", _beside_sgd, {"lr": 0.1, "momentum": 0.9}, {"lr": _SGD_LR}
+        ),
+        Rival("adagrad", "AdaGrad", "torch.optim:Adagrad", _of_parameters, {"lr": 0.03}, {"lr": Range(1e-3, 0.3)}),
+        Rival("adam", "Adam", "torch.optim:Adam", _beside_sparse_adam, {"lr": 0.003}, {"lr": _ADAM_LR}),
+        Rival(
+            "adamw",
+            "AdamW",
+            "torch.optim:AdamW",
+            _beside_sparse_adam,
+            {"lr": 0.003, "weight_decay": 0.01},
+            {"lr": _ADAM_LR},
+        ),
+        Rival(
+            "muon",
+            "Muon",
+            "torch.optim:Muon",
+            _muon,
+            # match_rms_adamw: one learning rate serves Muon and the AdamW beside it
+            {"lr": 0.003, "weight_decay": 0.01, "adjust_lr_fn": "match_rms_adamw"},
+            {"lr": _ADAM_LR},
+        ),
+        Rival(
+            "lars",
+            "LARS",
+            "pytorch_optimizer:LARS",
+            _beside_sgd,
+            {"lr": 1.0, "momentum": 0.9, "trust_coefficient": 0.01},
+            {"lr": Range(3e-2, 30.0)},
+        ),
+        Rival(
+            "shampoo",
+            "Shampoo",
+            "pytorch_optimizer:ScalableShampoo",
+            _shampoo,
+            # RMSProp's step length and momentum as a moving average: learning rates are like Adam's
+            {
+                "lr": 0.003,
+                "betas": (0.9, 0.95),
+                "moving_average_for_momentum": True,
+                "nesterov": False,
+                "graft_type": 3,
+                "start_preconditioning_step": 10,
+                "preconditioning_compute_steps": 10,
+            },
+            {"lr": _ADAM_LR},
+        ),
+        Rival(
+            "soap",
+            "SOAP",
+            "pytorch_optimizer:SOAP",
+            _beside_sparse_adam,
+            # the side of a vocabulary is left alone: its basis would cost seconds a step
+            {"lr": 0.003, "weight_decay": 0.01, "precondition_frequency": 10, "max_precondition_dim": 1024},
+            {"lr": _ADAM_LR},
+        ),
+        Rival(
+            "kfac",
+            "KFAC",
+            "ngplus.baselines:KFAC",
+            _of_model,
+            {"lr": 0.1, "momentum": 0.9, "damping": 0.1, "update_every": 10},
+            {"lr": _SGD_LR, "damping": _DAMPING},
+        ),
+        Rival(
+            "seng",
+            "SENG",
+            "ngplus.baselines:SENG",
+            _of_model,
+            {"lr": 0.1, "momentum": 0.9, "damping": 0.3, "update_every": 10},
+            {"lr": _SGD_LR, "damping": _DAMPING},
+        ),
+        Rival(
+            "ngplus-paper",
+            "NG+ as in the paper",
+            _NGPLUS,
+            _of_model,
+            {"lr": 0.1, "momentum": 0.9, "scaling": "inverse", "damping": 0.3, "update_every": 10},
+            {"lr": _SGD_LR, "damping": _DAMPING},
+        ),
+        Rival("ngplus", "NG+", _NGPLUS, _of_model, {"lr": 0.01}, {"lr": _ADAM_LR}),
+        Rival(
+            "ngplus-momentum",
+            "NG+, moving average of the curvature",
+            _NGPLUS,
+            _of_model,
+            {"lr": 0.01, "curvature": "momentum"},
+            {"lr": _ADAM_LR},
+        ),
+        Rival(
+            "ngplus-batch",
+            "NG+, curvature of mini-batch gradients",
+            _NGPLUS,
+            _of_model,
+            {"lr": 0.01, "curvature": "batch", "beta": 0.95},
+            {"lr": _ADAM_LR},
+        ),
+    )
+}
+
+
+def names() -> list[str]:
+    return list(RIVALS)
+
+
+def get(name: str) -> Rival:
+    """The rival of that name; an unknown one is refused with the nearest name."""
+    check_name(name, RIVALS, "optimizer")
+    return RIVALS[name]
+
+
+def state_bytes(state: object) -> int:
+    """The bytes of all tensors in an optimizer's state_dict."""
+    if isinstance(state, Tensor):
+        values = state._values() if state.is_sparse else state
+        return values.numel() * values.element_size()
+    if isinstance(state, Mapping):
+        return sum(state_bytes(value) for value in state.values())
+    if isinstance(state, list | tuple):
+        return sum(state_bytes(value) for value in state)
+    return 0

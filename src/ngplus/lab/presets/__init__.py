@@ -1,0 +1,66 @@
+"""Tuned settings, a JSON file for each workload, with the study that found them.
+
+``presets`` in the working folder, where ``ngplus tune`` writes, comes before the files that ship with ngplus::
+
+    {"workload": "digits", "presets": {"small": {"adam": {"hyper": {"lr": 0.01}, "run": {}, "tuning": {...}}}}}
+
+``run`` may change ``steps``, ``schedule``, ``warmup`` and ``damping_decay`` where a published recipe has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ngplus.lab.runs import RunError, read_json, write_json
+
+LOCAL = Path("presets")
+SHIPPED = Path(__file__).parent
+RUN_KEYS = ("steps", "schedule", "warmup", "damping_decay")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    hyper: Mapping[str, Any] = field(default_factory=dict)
+    run: Mapping[str, Any] = field(default_factory=dict)
+    tuning: Mapping[str, Any] | None = None
+
+
+def lookup(workload: str, preset: str, optimizer: str, folder: Path | None = None) -> Tuned | None:
+    """The tuned settings; None where nobody has tuned this optimizer."""
+    for place in (folder or LOCAL, SHIPPED):
+        entry = _read(place / f"{workload}.json").get(preset, {}).get(optimizer)
+        if entry is not None:
+            hyper, run = (entry.get(key) for key in ("hyper", "run")) if isinstance(entry, dict) else (None, None)
+            if not isinstance(hyper, dict) or not isinstance(run, dict) or set(run) - set(RUN_KEYS):
+                raise RunError(
+                    f"{place / f'{workload}.json'} has an entry for {optimizer} that is not in the right form"
+                )
+            return Tuned(hyper, run, entry.get("tuning"))
+    return None
+
+
+def store(workload: str, preset: str, optimizer: str, tuned: Tuned, folder: Path | None = None) -> Path:
+    """Writes the entry into its file, beside the ones that are there."""
+    path = (folder or LOCAL) / f"{workload}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = _read(path)
+    content.setdefault(preset, {})[optimizer] = {
+        "hyper": dict(tuned.hyper),
+        "run": dict(tuned.run),
+        "tuning": tuned.tuning,
+    }
+    write_json(path, {"workload": workload, "presets": content})
+    return path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    content = read_json(path)
+    held = content.get("presets") if isinstance(content, dict) else None
+    if not isinstance(held, dict) or not all(isinstance(entry, dict) for entry in held.values()):
+        raise RunError(f"{path} is not a file of presets")
+    return held

@@ -1,0 +1,63 @@
+"""The same charts as a PNG, for a README."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from ngplus.lab.report.curves import COLOURS, Chart, Section
+
+# The light colours of page.css.
+PALETTE = ("#c2185b", "#6b7280", "#1769c9", "#0b8043", "#e0571b", "#7a3fc4", "#0e8a9c", "#9a6a00", "#3f4b8c")
+DASHES = ("solid", "dashed", "dotted", "dashdot")
+
+
+def draw(section: Section) -> bytes:
+    """Two charts a row: over steps, over time."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = max(1, (len(section.charts) + 1) // 2)
+    figure = Figure(figsize=(10, 3.3 * rows + 0.6), dpi=120, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    lines: dict[str, Any] = {}
+    for number, chart in enumerate(section.charts, start=1):
+        _chart(figure.add_subplot(rows, 2, number), chart, lines)
+    names = [name for name in section.places if name in lines]
+    if names:
+        legend = figure.legend(
+            [lines[name] for name in names],
+            [_text(name) for name in names],
+            loc="outside upper center",
+            ncols=6,
+            frameon=False,
+        )
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # a dollar sign in a name is a dollar sign
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _chart(axes: Any, chart: Chart, lines: dict[str, Any]) -> None:
+    for curve in sorted(chart.curves, key=lambda c: -c.place):
+        colour, dash = PALETTE[curve.place % COLOURS], DASHES[curve.place // COLOURS % len(DASHES)]
+        width = 2.4 if curve.place == 0 else 1.3
+        (line,) = axes.plot(curve.x, curve.mean, color=colour, linestyle=dash, linewidth=width)
+        axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.14, linewidth=0)
+        lines.setdefault(curve.optimizer, line)
+    if chart.target is not None:
+        axes.axhline(chart.target, color="black", linestyle=":", linewidth=1)
+    if chart.logarithmic:
+        axes.set_yscale("log")
+    axes.set_ylim(chart.bottom, chart.top)
+    axes.set_title(_text(chart.title), fontsize=11, parse_math=False)
+    axes.set_xlabel(_text(chart.x_label), parse_math=False)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _text(text: str) -> str:
+    """Shortened, and without what a font cannot show."""
+    clean = "".join(c if c.isprintable() else "?" for c in text)
+    return clean if len(clean) <= 60 else clean[:59] + "…"

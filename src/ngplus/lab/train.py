@@ -1,0 +1,353 @@
+"""``ngplus train``: one run. Also what the other commands share: options, settings, errors and progress bars."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from ngplus.lab.presets import Tuned
+    from ngplus.lab.runs import Config, Result
+    from ngplus.lab.training import OnStep
+    from ngplus.lab.workloads import Preset, Workload
+
+WorkloadName = Annotated[str, typer.Argument(metavar="WORKLOAD", help="digits, autoencoder, cifar10, qm9, …")]
+PresetName = Annotated[str, typer.Option("--preset", help="The size: small, about a minute on one core, or paper.")]
+Data = Annotated[
+    Path | None,
+    typer.Option("--data", envvar="NGPLUS_DATA", help="The folder with the data sets, one folder for each workload."),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A hyper-parameter of the optimizer, or an option of the workload, in JSON: --set betas=[0.9,0.98]",
+    ),
+]
+Steps = Annotated[int | None, typer.Option(min=1, help="Steps of training; the preset's where not given.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Examples of a batch, for each process.")]
+EvaluateEvery = Annotated[int | None, typer.Option(min=1, help="Steps between two looks at the validation set.")]
+Target = Annotated[float | None, typer.Option(help="The value of the measure that counts as reached.")]
+ScheduleName = Annotated[
+    str | None,
+    typer.Option("--schedule", help="constant, cosine, linear, polynomial:POWER or inverse-sqrt:UNIT:OFFSET."),
+]
+Warmup = Annotated[int | None, typer.Option(min=0, help="Steps in which the learning rate rises from 0.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, help="CPU threads; 1 for the preset small where not given, torch's choice for others."),
+]
+Device = Annotated[str, typer.Option(help="Where the model lives: cpu, cuda, cuda:1, …")]
+PresetFolder = Annotated[
+    Path | None, typer.Option("--presets", help="The folder of tuned settings; ./presets where not given.")
+]
+
+SEED_HELP = "Of the initial weights, the batches and dropout."
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="train", help=paragraphs(train))(train)
+
+
+def train(
+    workload: WorkloadName,
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", "-o", help="ngplus, ngplus-paper, adamw, soap, …")
+    ] = "ngplus",
+    preset: PresetName = "small",
+    seed: Annotated[int, typer.Option(min=0, help=SEED_HELP)] = 0,
+    lr: Annotated[float | None, typer.Option(help="The learning rate; the tuned one where not given.")] = None,
+    sets: Sets = None,
+    data: Data = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder; runs/… where not given.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in the folder, if there is one.")
+    ] = False,
+    steps: Steps = None,
+    batch_size: BatchSize = None,
+    evaluate_every: EvaluateEvery = None,
+    checkpoint_every: Annotated[int | None, typer.Option(min=1, help="Steps; at each look where not given.")] = None,
+    target: Target = None,
+    schedule: ScheduleName = None,
+    warmup: Warmup = None,
+    threads: Threads = None,
+    device: Device = "cpu",
+    presets: PresetFolder = None,
+) -> None:
+    """Train a workload with one optimizer, and leave a folder with everything that was measured.
+
+    Killed? The same command with --resume goes on to the same curve. Ctrl-C ends it after the step it is in. Many
+    processes: torchrun --nproc-per-node 2 --no-python ngplus train WORKLOAD …
+
+    ngplus train digits --optimizer adamw --lr 0.01 --seed 1
+    """
+    console = make_console()
+    with friendly(console):
+        from ngplus.lab import training
+
+        use_threads(threads, preset)
+        changes = overrides(
+            steps=steps,
+            batch_size=batch_size,
+            evaluate_every=evaluate_every,
+            target=target,
+            schedule=schedule,
+            warmup=warmup,
+        )
+        chosen, size = open_preset(workload, preset, changes, sets or [], optimizer)
+        config = configure(chosen, preset, size, optimizer, seed=seed, lr=lr, sets=sets or [], presets=presets)
+        folder = out or Path("runs") / f"{workload}-{preset}" / f"{optimizer}-seed{seed}"
+        task = chosen.open(size, data)
+        with bars(console) as board:
+            on_step = board.start(config)
+            result = training.run(
+                config,
+                task,
+                folder,
+                resume=resume,
+                checkpoint_every=checkpoint_every,
+                device=device,
+                on_step=on_step,
+            )
+            board.end(config, result)
+        if is_first():
+            console.print(f"{shown(str(folder))}: [bold]{sentence(config, result)}[/bold]", highlight=False)
+            if result.status == "interrupted":
+                console.print("Go on with it: the same command with [bold]--resume[/bold]", highlight=False)
+
+
+# ------------------------------------------------------------------------------------------------ settings
+
+
+def open_preset(
+    workload: str, preset: str, changes: Mapping[str, Any], sets: Sequence[str], optimizer: str | None
+) -> tuple[Workload, Preset]:
+    """The workload, and its preset with the user's changes."""
+    from ngplus.lab import workloads
+    from ngplus.lab.optimizers import check_name
+    from ngplus.lab.runs import plain
+
+    chosen = workloads.get(workload)
+    check_name(preset, chosen.presets, f"preset of {workload}")
+    size = replace(chosen.presets[preset], **changes)
+    options: dict[str, Any] = plain(size.options)
+    for key, value in assignments(sets):
+        if not is_hyper(key, optimizer, list(options), workload):
+            place, *rest = options, *key.split(".")
+            for part in rest[:-1]:
+                place = place[part]
+            place[rest[-1]] = value
+    return chosen, replace(size, options=options)
+
+
+def configure(
+    workload: Workload,
+    preset: str,
+    size: Preset,
+    optimizer: str,
+    *,
+    seed: int,
+    lr: float | None = None,
+    sets: Sequence[str] = (),
+    hyper: Mapping[str, Any] | None = None,
+    presets: Path | None = None,
+) -> Config:
+    """All settings of a run: the optimizer's defaults, over them the tuned ones, over them the user's."""
+    from ngplus.lab import optimizers, schedules, training
+    from ngplus.lab.presets import Tuned, lookup
+    from ngplus.lab.runs import Config
+
+    rival = optimizers.get(optimizer)
+    tuned = lookup(workload.name, preset, optimizer, presets) or _recipe(workload, preset, optimizer) or Tuned()
+    own = {
+        key: value for key, value in assignments(sets) if is_hyper(key, optimizer, list(size.options), workload.name)
+    }
+    if lr is not None:
+        own["lr"] = lr
+    original = workload.presets[preset]
+    # what the user has asked for comes before a recipe's own
+    run = {key: value for key, value in tuned.run.items() if getattr(size, key, None) == getattr(original, key, None)}
+    size = replace(size, **{key: value for key, value in run.items() if key != "damping_decay"})
+    schedules.parse(size.schedule)
+    return Config(
+        workload=workload.name,
+        preset=preset,
+        optimizer=optimizer,
+        hyper={**rival.defaults, **(tuned.hyper if hyper is None else hyper), **own},
+        seed=seed,
+        steps=size.steps,
+        batch_size=size.batch_size,
+        evaluate_every=size.evaluate_every,
+        target=size.target,
+        measure=workload.measure,
+        higher_is_better=workload.higher_is_better,
+        schedule=size.schedule,
+        warmup=size.warmup,
+        options=size.options,
+        damping_decay=float(run.get("damping_decay", 1.0)),
+        processes=training.processes(),
+        tuning=tuned.tuning if hyper is None and not own else None,
+    )
+
+
+def _recipe(workload: Workload, preset: str, optimizer: str) -> Tuned | None:
+    """A published recipe that the workload knows."""
+    from ngplus.lab.presets import Tuned
+
+    recipe = getattr(workload, "recipes", {}).get(preset, {}).get(optimizer)
+    return None if recipe is None else Tuned(dict(recipe.hyper), dict(recipe.run), {"recipe": "as published"})
+
+
+def assignments(sets: Sequence[str]) -> list[tuple[str, Any]]:
+    """KEY=VALUE with a value in JSON; what is not JSON is a string."""
+    pairs = []
+    for text in sets:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ValueError(f"--set takes KEY=VALUE, not {text!r}")
+        try:
+            pairs.append((key, json.loads(value)))
+        except ValueError:
+            pairs.append((key, value))
+    return pairs
+
+
+def is_hyper(key: str, optimizer: str | None, options: list[str], workload: str) -> bool:
+    """Is it the optimizer's, or else an option of the workload? ValueError for neither."""
+    from ngplus.lab import optimizers
+
+    known = optimizers.get(optimizer).options() if optimizer is not None else []
+    if key in known:
+        return True
+    owner = f"{optimizer} or {workload}" if optimizer is not None else workload
+    optimizers.check_name(key.split(".")[0], [*known, *options], f"setting of {owner}")
+    return False
+
+
+def overrides(**given: Any) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def use_threads(threads: int | None, preset: str) -> None:
+    """Small models gain nothing by a second thread, and lose much where another process wants the core."""
+    if threads is None and preset == "small":
+        threads = 1
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+# ------------------------------------------------------------------------------------------------ errors, words, bars
+
+
+def paragraphs(command: Callable[..., None]) -> str:
+    """A docstring as a help text: the terminal breaks the lines of a paragraph, not the source."""
+    blocks = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(block.split("\n")) for block in blocks)
+
+
+def make_console() -> Console:
+    console = Console(stderr=False)
+    return console if console.is_terminal else Console(width=120)  # into a file or a pipe: as wide as the tables
+
+
+def is_first() -> bool:
+    """The one process of torchrun's that speaks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def friendly(console: Console) -> Iterator[None]:
+    """What the user can mend becomes a sentence, and the exit code 2."""
+    from ngplus.lab.runs import RunError
+    from ngplus.lab.workloads import DataError
+
+    try:
+        yield
+    except (DataError, RunError, ValueError, KeyError, ModuleNotFoundError) as error:
+        text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+        if isinstance(error, ModuleNotFoundError):
+            text = f"{error.name} is not installed; it comes with the extra: pip install 'ngplus[lab]'"
+        Console(stderr=True, width=console.width).print(f"[bold red]Error:[/bold red] {shown(text)}", highlight=False)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def shown(text: str) -> str:
+    """Somebody's text for the terminal: no markup and no control characters of its own."""
+    return escape("".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text))
+
+
+def sentence(config: Config, result: Result) -> str:
+    """A run in a line."""
+    final = "nothing measured" if result.final is None else f"{config.measure} {result.final:.4g}"
+    if result.steps_to_target is not None and result.seconds_to_target is not None:
+        goal = f"target {config.target:g} after {result.steps_to_target} steps, {result.seconds_to_target:.1f} s"
+    else:
+        goal = f"target {config.target:g} not reached"
+    why = f" ({shown(result.reason)})" if result.reason else ""
+    cost = "" if result.milliseconds_per_step is None else f", {result.milliseconds_per_step:.1f} ms a step"
+    return f"{result.status}{why} after {result.step} steps, {final}, {goal}{cost}"
+
+
+class Board:
+    """Progress bars, one for each run that is under way, and one for a number of runs."""
+
+    def __init__(self, progress: Progress | None, runs: int) -> None:
+        self.progress, self.task = progress, TaskID(0)
+        self.whole = (
+            None if progress is None or runs < 2 else progress.add_task("all runs", total=runs, loss="", speed="")
+        )
+
+    def start(self, config: Config) -> OnStep | None:
+        if self.progress is None:
+            return None
+        label = f"{config.optimizer}, seed {config.seed}"
+        progress, task = self.progress, self.progress.add_task(shown(label), total=config.steps, loss="", speed="")
+        self.task = task
+
+        def on_step(step: int, loss: float, seconds: float) -> None:
+            speed = step / seconds if seconds else 0.0
+            progress.update(task, completed=step, loss=f"loss {loss:.4f}", speed=f"{speed:.0f} steps/s")
+
+        return on_step
+
+    def end(self, config: Config, result: Result) -> None:
+        if self.progress is None:
+            return
+        self.progress.remove_task(self.task)
+        if self.whole is not None:
+            self.progress.advance(self.whole)
+            label = f"{config.optimizer}, seed {config.seed}: {sentence(config, result)}"
+            self.progress.console.print(label, highlight=False)
+
+
+@contextmanager
+def bars(console: Console, runs: int = 1) -> Iterator[Board]:
+    if not is_first():
+        yield Board(None, runs)
+        return
+    columns = (
+        TextColumn("{task.description:<24}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TextColumn("{task.fields[speed]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield Board(progress, runs)

@@ -1,0 +1,398 @@
+"""The training loop of the laboratory.
+
+Batches, dropout and the learning rate depend on the seed and the step alone, so that a run which was killed at any
+moment goes on from its last checkpoint to the same curve. The clock runs during the forward and backward pass and the
+optimizer's step, refreshes included; the making of a batch and the evaluation are outside of it.
+
+Under torchrun the model is wrapped in DistributedDataParallel, each process takes batches of its own, and the first one
+writes. ``batch_size`` is that of one process.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from ngplus.lab import optimizers, schedules
+from ngplus.lab.runs import (
+    FORMAT,
+    Config,
+    Metrics,
+    Result,
+    RunError,
+    load,
+    locked,
+    plain,
+    read_metrics,
+    summarise,
+    write_atomically,
+    write_json,
+)
+from ngplus.lab.runs import environment as surroundings
+from ngplus.lab.workloads import Task
+
+OnStep = Callable[[int, float, float], None]  # steps done, loss, seconds of training
+
+
+class Divergence(Exception):
+    """The numbers are no longer finite."""
+
+
+def run(
+    config: Config,
+    task: Task,
+    folder: Path | None = None,
+    *,
+    resume: bool = False,
+    checkpoint_every: int | None = None,
+    device: str = "cpu",
+    on_step: OnStep | None = None,
+) -> Result:
+    """Trains, and leaves what it measured in the folder.
+
+    With ``resume`` it goes on from the folder's checkpoint, or begins where there is none; a run that has ended is
+    given back as it is. Checkpoints are written every ``checkpoint_every`` steps, at each evaluation where that is
+    None. Ctrl-C ends it after the step it is in.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(process_group(device))
+        if folder is not None and _rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder))
+            _claim(config, folder, resume)
+        if folder is not None:
+            _barrier()
+            ended = load(folder).result
+            if ended is not None and ended.ended:
+                return ended
+        stopping = stack.enter_context(_stop_signals())
+        session = _Session(config, task, folder, device)
+        stack.callback(session.close)
+        session.begin()
+        return session.train(stopping, checkpoint_every or config.evaluate_every, on_step)
+
+
+def _claim(config: Config, folder: Path, resume: bool) -> None:
+    """Makes a new run of the folder, or makes sure that the run in it is this one."""
+    for left in folder.glob(".*.part"):  # by a kill in the middle of writing
+        left.unlink(missing_ok=True)
+    if (folder / "config.json").exists():
+        held = load(folder)
+        if difference := config.difference(held.config):
+            raise RunError(f"{folder} has another run: {difference}. Take another folder, or remove this one")
+        if not resume and not (held.result is not None and held.result.ended):
+            raise RunError(f"{folder} has a run that has not ended: --resume goes on with it")
+        return
+    write_json(folder / "environment.json", surroundings())
+    write_json(folder / "config.json", config.as_dict())
+
+
+class _Session:
+    """A run in progress: the model, its optimizer and what was measured."""
+
+    def __init__(self, config: Config, task: Task, folder: Path | None, device: str) -> None:
+        self.config, self.task = config, task
+        self.rank, self.world = _rank(), _world()
+        self.folder = folder if self.rank == 0 else None
+        self.source = folder
+        self.step, self.seconds = 0, 0.0
+        self.loss_sum, self.loss_count = 0.0, 0  # of the steps since the last line of metrics
+        self.metrics: Metrics = []
+        self.state_bytes = 0
+        self.events: Any = None
+        self._warm_up(device)
+        self.model, self.optimizer = self._make(device)
+        self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.dampings = [group.get("damping") for group in self.optimizer.param_groups]
+        self.module: nn.Module = self.model
+        if self.world > 1:
+            self.module = nn.parallel.DistributedDataParallel(self.model)
+
+    def _make(self, device: str) -> tuple[nn.Module, optimizers.Trainer]:
+        torch.manual_seed(self.config.seed)
+        model = self.task.model().to(device)
+        model.train()
+        try:
+            return model, optimizers.get(self.config.optimizer).make(model, _tuples(self.config.hyper))
+        except (TypeError, ValueError) as error:
+            raise RunError(f"{self.config.optimizer}: {error}") from error
+
+    def _warm_up(self, device: str) -> None:
+        """A step on a model that is thrown away: no run pays for what a process does the first time only."""
+        model, optimizer = self._make(device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said again by the first step that counts
+            _train_step(self.task, model, optimizer, self.task.batch(self.config.seed, self.rank))
+
+    # ---------------------------------------------------------------------------------------------- begin and go on
+
+    def begin(self) -> None:
+        path = None if self.source is None else self.source / "checkpoint.pt"
+        if path is not None and path.exists():
+            self._load(path)
+        if self.folder is not None:
+            kept = [row for row in read_metrics(self.folder / "metrics.jsonl") if row["step"] <= self.step]
+            if self.step == 0:
+                kept = []
+            self.metrics = kept
+            write_atomically(self.folder / "metrics.jsonl", b"".join(_line(row) for row in kept))
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.events = SummaryWriter(str(self.folder), purge_step=self.step + 1 if self.step else None)
+        if self.step == 0:
+            self._look()
+
+    def _load(self, path: Path) -> None:
+        """Everything is read and checked before anything is changed."""
+        try:
+            held = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch.load raises what it likes for a file that is none of its own
+            raise RunError(f"{path} is damaged, or not a checkpoint: {error}") from error
+        if not isinstance(held, dict) or held.get("format") != FORMAT:
+            raise RunError(f"{path} is not a checkpoint in format {FORMAT}")
+        if difference := self.config.difference(Config.from_dict(held["config"], path)):
+            raise RunError(f"{path} belongs to another run: {difference}")
+        try:
+            self.model.load_state_dict(held["model"])
+            self.optimizer.load_state_dict(held["optimizer"])
+            self.step, self.seconds = int(held["step"]), float(held["seconds"])
+            self.loss_sum, self.loss_count = float(held["loss_sum"]), int(held["loss_count"])
+            self.state_bytes = optimizers.state_bytes(held["optimizer"])
+        except (KeyError, ValueError, RuntimeError, TypeError) as error:
+            raise RunError(f"{path} does not fit this run: {error}") from error
+
+    def close(self) -> None:
+        if self.events is not None:
+            self.events.close()
+
+    # ---------------------------------------------------------------------------------------------- the loop
+
+    def train(self, stopping: Callable[[], bool], checkpoint_every: int, on_step: OnStep | None) -> Result:
+        config = self.config
+        log_every = max(1, config.steps // 500)
+        status, reason = "finished", ""
+        while self.step < config.steps:
+            if self._agree(stopping()):
+                status = "interrupted"
+                break
+            try:
+                loss = self._one_step()
+            except Divergence as error:
+                status, reason = "diverged", str(error)
+                break
+            if on_step is not None:
+                on_step(self.step, loss, self.seconds)
+            last = self.step == config.steps
+            if last or self.step % config.evaluate_every == 0:
+                self._look()
+            elif self.step % log_every == 0:
+                self._record({})
+            if last or self.step % checkpoint_every == 0:
+                self._save()
+        if status == "interrupted":
+            self._save()
+        result = summarise(config, self.metrics, self.step, self.seconds, self.state_bytes, status, reason)
+        if self.folder is not None:
+            write_json(self.folder / "result.json", asdict(result))
+        _barrier()
+        return result
+
+    def _one_step(self) -> float:
+        config = self.config
+        batch = self.task.batch(config.seed, self.step * self.world + self.rank)
+        part = schedules.factor(config.schedule, self.step, config.steps, config.warmup)
+        decay = config.damping_decay ** (self.step / config.steps)
+        for group, rate, damping in zip(self.optimizer.param_groups, self.rates, self.dampings, strict=True):
+            group["lr"] = rate * part
+            if decay != 1.0 and isinstance(damping, int | float):
+                group["damping"] = damping * decay
+        # dropout: other numbers in every step and process, the same after a kill
+        torch.manual_seed((config.seed * 1_000_003 + self.step) * 1_009 + self.rank)
+        start = time.perf_counter()
+        loss = _train_step(self.task, self.module, self.optimizer, batch)
+        self.seconds += time.perf_counter() - start
+        self.step += 1
+        self.loss_sum += loss
+        self.loss_count += 1
+        return loss
+
+    def _agree(self, stop: bool) -> bool:
+        """All processes stop in the same step."""
+        if self.world == 1:
+            return stop
+        flag = torch.tensor(float(stop))
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag > 0)
+
+    # ---------------------------------------------------------------------------------------------- measuring
+
+    def _look(self) -> None:
+        """A validation, and a line of metrics with its results."""
+        _check_alike(self.model, self.world)
+        if self.rank == 0:
+            found = self.task.evaluate(self.model)
+            self.model.train()
+            self._record({name: float(value) for name, value in found.items()})
+            self.state_bytes = optimizers.state_bytes(self.optimizer.state_dict())
+
+    def _record(self, found: dict[str, float]) -> None:
+        row = {"step": self.step, "seconds": self.seconds}
+        if self.loss_count:
+            row["train_loss"] = self.loss_sum / self.loss_count
+        self.loss_sum, self.loss_count = 0.0, 0
+        row = plain({**found, **row})
+        self.metrics.append(row)
+        if self.folder is None:
+            return
+        with (self.folder / "metrics.jsonl").open("ab") as file:
+            file.write(_line(row))
+        for name, value in row.items():
+            if name != "step" and value is not None:
+                self.events.add_scalar(name, value, self.step)
+
+    def _save(self) -> None:
+        """The metrics first: a checkpoint never knows of a step whose metrics are lost."""
+        if self.folder is None:
+            return
+        with (self.folder / "metrics.jsonl").open("ab") as file:
+            os.fsync(file.fileno())
+        buffer = io.BytesIO()
+        content = {
+            "format": FORMAT,
+            "config": self.config.as_dict(),
+            "step": self.step,
+            "seconds": self.seconds,
+            "loss_sum": self.loss_sum,
+            "loss_count": self.loss_count,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        torch.save(content, buffer)
+        write_atomically(self.folder / "checkpoint.pt", buffer.getvalue())
+
+
+def _train_step(task: Task, model: nn.Module, optimizer: optimizers.Trainer, batch: Any) -> float:
+    """The mean loss over all processes; :class:`Divergence` where it is not finite, before anything is changed."""
+    optimizer.zero_grad()
+    split = getattr(task, "split", None)  # a task with batches too large for one pass: (share, part), (share, part), …
+    value = 0.0
+    for share, part in [(1.0, batch)] if split is None else split(batch):
+        loss = share * task.loss(model, part)
+        value += _mean_over_processes(loss)
+        if not math.isfinite(value):
+            raise Divergence(f"the loss became {value}")
+        loss.backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:  # torch's own LinAlgError is one
+        broken = isinstance(error, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
+        if broken or not _finite(model):
+            raise Divergence(str(error)) from error
+        raise
+    return value
+
+
+def _mean_over_processes(loss: Tensor) -> float:
+    shown = loss.detach().clone()
+    if dist.is_initialized():
+        dist.all_reduce(shown)
+        shown /= dist.get_world_size()
+    return shown.item()
+
+
+def _finite(model: nn.Module) -> bool:
+    """Are all parameters and gradients finite, and small enough for a norm?"""
+    tensors = [t for p in model.parameters() for t in (p.detach(), p.grad) if t is not None]
+    return all(bool((t.coalesce().values() if t.is_sparse else t).float().norm().isfinite()) for t in tensors)
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return (json.dumps(row, allow_nan=False) + "\n").encode()
+
+
+def _tuples(hyper: Any) -> dict[str, Any]:
+    """JSON has lists where torch wants tuples: betas, coefficients."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in hyper.items()}
+
+
+# ------------------------------------------------------------------------------------------------ processes, signals
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def processes() -> int:
+    """How many torchrun has started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@contextmanager
+def process_group(device: str = "cpu") -> Iterator[None]:
+    """The process group of torchrun, where there is one and nobody has made it yet."""
+    if processes() == 1 or dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _check_alike(model: nn.Module, world: int) -> None:
+    """Processes whose parameters have drifted apart train different models: an error, not a curve."""
+    if world == 1:
+        return
+    total = torch.stack([p.detach().double().sum().cpu() for p in model.parameters()]).sum()
+    ends = torch.stack([total, -total])
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    if bool(ends[0] != -ends[1]):
+        raise RunError("The processes' parameters are no longer the same: this optimizer does not keep them together")
+
+
+@contextmanager
+def _stop_signals() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM ask for an end after the step; a second Ctrl-C is as usual."""
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: asked
+        return
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

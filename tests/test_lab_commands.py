@@ -1,0 +1,180 @@
+"""The commands: what they leave behind, what they do not do twice, and what they say when something is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("optuna")
+pytest.importorskip("sklearn")
+pytest.importorskip("tensorboard")
+pytest.importorskip("typer")
+pytest.importorskip("pytorch_optimizer")
+
+from typer.testing import CliRunner
+
+from ngplus.lab import runs, training
+from ngplus.lab.cli import app
+
+SHORT = ["--steps", "6", "--evaluate-every", "3", "--batch-size", "16", "--set", "width=4"]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NGPLUS_DATA", raising=False)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def ngplus(*arguments: str, code: int = 0) -> str:
+    """What the command says, without line breaks."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, (result.output, result.exception)
+    return " ".join(result.output.split())
+
+
+def test_train_leaves_a_folder_and_says_where() -> None:
+    said = ngplus("train", "digits", "--optimizer", "adamw", "--lr", "0.01", "--seed", "3", *SHORT)
+    run = runs.load(Path("runs/digits-small/adamw-seed3"))
+    assert "runs/digits-small/adamw-seed3: finished after 6 steps" in said
+    assert run.config.hyper == {"lr": 0.01, "weight_decay": 0.01}
+    assert run.config.options == {"width": 4}
+    assert (run.config.seed, run.config.steps, run.config.batch_size) == (3, 6, 16)
+
+
+def test_compare_keeps_what_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["compare", "digits", "--optimizers", "sgd,ngplus", "--seeds", "2", *SHORT]
+    said = ngplus(*arguments)
+    assert "ngplus" in said
+    assert "steps to target" in said
+    made = sorted(path.name for path in Path("runs/digits-small").iterdir())
+    assert made == ["ngplus-seed0", "ngplus-seed1", "sgd-seed0", "sgd-seed1"]
+    (Path("runs/digits-small/sgd-seed1") / "result.json").unlink()
+    steps: list[str] = []
+    real = training._Session
+
+    class Counted(real):  # type: ignore[valid-type, misc]
+        def __init__(self, config: Any, *rest: Any) -> None:
+            steps.append(f"{config.optimizer}-seed{config.seed}")
+            super().__init__(config, *rest)
+
+    monkeypatch.setattr(training, "_Session", Counted)
+    ngplus(*arguments)
+    assert steps == ["sgd-seed1"]
+    said = ngplus(*arguments, "--warmup", "1", code=2)
+    assert "warmup 5 there and 1 now" in said
+    assert "--fresh" in said
+    ngplus(*arguments, "--warmup", "1", "--fresh")
+    assert len(steps) == 5
+
+
+def test_tune_writes_a_preset_that_train_takes() -> None:
+    arguments = ["tune", "digits", "--optimizer", "sgd,ngplus-paper", "--trials", "3", *SHORT]
+    ngplus(*arguments)
+    held = json.loads(Path("presets/digits.json").read_text())["presets"]["small"]
+    assert set(held["ngplus-paper"]["hyper"]) == {"lr", "damping"}
+    assert len(held["sgd"]["tuning"]["trials"]) == 3
+    assert held["sgd"]["tuning"]["trials"][0]["hyper"] == {"lr": 0.1}  # the first trial has the defaults
+    assert Path("tuning.db").exists()
+    before = Path("presets/digits.json").read_bytes()
+    ngplus(*arguments)  # the study has its trials
+    assert Path("presets/digits.json").read_bytes() == before
+    ngplus("train", "digits", "--optimizer", "sgd", *SHORT)
+    run = runs.load(Path("runs/digits-small/sgd-seed0"))
+    assert run.config.hyper["lr"] == held["sgd"]["hyper"]["lr"]
+    assert run.config.tuning is not None
+    assert run.config.tuning["study"] == "digits-small-sgd-target"
+
+
+def test_the_same_seed_tunes_alike() -> None:
+    found = []
+    for name in ("a", "b"):
+        ngplus(
+            "tune",
+            "digits",
+            "-o",
+            "adam",
+            "--trials",
+            "3",
+            "--storage",
+            f"sqlite:///{name}.db",
+            "--presets",
+            name,
+            *SHORT,
+        )
+        trials = json.loads(Path(f"{name}/digits.json").read_text())["presets"]["small"]["adam"]["tuning"]["trials"]
+        found.append(trials)
+    assert found[0] == found[1]
+
+
+def test_plan_of_a_workload_and_of_any_model() -> None:
+    assert "0.weight + bias" in ngplus("plan", "digits")
+    rows = json.loads(ngplus("plan", "autoencoder", "--json", "--optimizer", "ngplus-paper", "--set", "block_size=32"))
+    assert rows[0]["shape"] == [256, 65]
+    assert rows[0]["blocks"] == 3  # the right side, 65 wide
+    assert "encoder.layers.0" in ngplus("plan", "torch.nn:Transformer", "--batch-size", "4", "--positions", "10")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "digit"], "did you mean 'digits'"),
+        (["train", "digits", "-o", "adm"], "did you mean 'adam'"),
+        (["train", "digits", "--preset", "smal"], "did you mean 'small'"),
+        (["train", "digits", "-o", "adam", "--set", "beta=1"], "did you mean 'betas'"),
+        (["train", "digits", "--set", "lr"], "KEY=VALUE"),
+        (["train", "digits", "--schedule", "cosin"], "did you mean 'cosine'"),
+        (["train", "digits", "--lr", "-1"], "learning rate"),
+        (["train", "digits", "--set", "damping=[1]"], "damping"),
+        (["compare", "digits", "--optimizers", "sgd,nope"], "no optimizer 'nope'"),
+        (["compare", "digits", "--optimizers", ","], "names none"),
+        (["compare", "digits", "--set", "lr=1"], "no setting of digits 'lr'"),
+        (["tune", "digits", "--storage", "nonsense://x"], "cannot be opened"),
+        (["tune", "digits", "--objective", "speed"], "target or final"),
+        (["report", "nowhere"], "no folder nowhere"),
+        (["report", "."], "no runs in"),
+        (["plan", "torch.nn:Linear"], "without arguments"),
+        (["plan", "nothing.here:Model"], "is not there"),
+        (["plan", "digits", "-o", "sgd"], "has no plan"),
+    ],
+)
+def test_errors_are_sentences(arguments: list[str], words: str) -> None:
+    said = ngplus(*arguments, code=2)
+    assert words in said
+    assert "Traceback" not in said
+
+
+def test_a_workload_without_its_data_says_what_to_do() -> None:
+    pytest.importorskip("PIL")
+    pytest.importorskip("transformers")
+    said = ngplus("train", "cifar10", code=2)
+    assert "NGPLUS_DATA" in said
+
+
+def test_hostile_names_do_not_reach_the_terminal() -> None:
+    said = CliRunner().invoke(app, ["train", "digits\x1b[31m[red]"]).output
+    assert "\x1b" not in said
+    assert "[red]" in said
+
+
+def test_a_damaged_preset_is_named() -> None:
+    Path("presets").mkdir()
+    Path("presets/digits.json").write_text('{"presets": {"small": {"sgd": {"hyper": [], "run": {}}}}}')
+    assert "presets/digits.json" in ngplus("train", "digits", "-o", "sgd", code=2)
+    Path("presets/digits.json").write_text("{")
+    assert "presets/digits.json" in ngplus("train", "digits", "-o", "sgd", code=2)
+
+
+def test_a_trial_of_several_seeds_has_their_mean() -> None:
+    ngplus("tune", "digits", "-o", "adam", "--trials", "2", "--seeds", "2", "--objective", "final", *SHORT)
+    held = json.loads(Path("presets/digits.json").read_text())["presets"]["small"]["adam"]["tuning"]
+    assert held["seeds of the runs"] == [100, 101]
+    assert len(held["trials"]) == 2
+    assert all(-1 <= trial["score"] <= 0 for trial in held["trials"])
