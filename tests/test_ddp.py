@@ -90,17 +90,24 @@ class Case:
     options: str
     unequal: bool = False
     accumulate: bool = False
+    wrapped_later: bool = False  # the optimizer was made first, of the plain model
 
 
 CASES = [Case(name) for name in OPTIONS]
+CASES += [Case("sample", wrapped_later=True)]
 CASES += [Case(name, unequal=True, accumulate=True) for name in ("sample", "momentum")]
 
 
 def train_on_ranks(rank: int, world: int, case: Case) -> list[Tensor]:
     options = OPTIONS[case.options]
     dtype = precision(options)
-    net = DistributedDataParallel(model(dtype))
-    optimizer = ngplus.NGPlus(net, lr=0.02, **options)
+    plain = model(dtype)
+    if case.wrapped_later:
+        optimizer = ngplus.NGPlus(plain, lr=0.02, **options)
+        net = DistributedDataParallel(plain)
+    else:
+        net = DistributedDataParallel(plain)
+        optimizer = ngplus.NGPlus(net, lr=0.02, **options)
     for step in range(STEPS):
         x, y = batch(step, dtype)
         mine = shares(len(x), world, case.unequal)[rank]

@@ -194,10 +194,9 @@ class CapturedOptimizer(Optimizer):
             gathering.forget()
             return None
         gathering.finish()
-        if self._ranks is not None:
-            gathering.synchronise(
-                self._ranks, [m for m in self._matrices if self._captures(self._group(m)) and self._due(m)]
-            )
+        ranks = self._ranks or gathering.ranks
+        if ranks is not None:
+            gathering.synchronise(ranks, [m for m in self._matrices if self._captures(self._group(m)) and self._due(m)])
         work = [m for m in self._matrices if any(p.grad is not None for p in m.params)]
         if not work:
             if gathering.forward_seen:

@@ -38,10 +38,11 @@ class Gathering:
         self._matrices, self._groups, self._gathers = matrices, groups, gathers
         self._gathered: dict[int, Gathered] = {}
         self._capture: Capture | None = None
+        self.ranks: Ranks | None = None  # found where the model runs inside a DistributedDataParallel made later
 
     def watch(self, model: nn.Module, uses: list[Use], batch_dim: BatchDims, compiled: nn.Module | None) -> None:
         """Installs the capture. It knows this object weakly, so that hooks go with the optimizer."""
-        before, after = _weakly(self._drop_stale), _weakly(self._check_coverage)
+        before, after = _weakly(self._before_forward), _weakly(self._check_coverage)
         self._capture = Capture(model, uses, _weakly(self._gather), batch_dim, before, after)
         if compiled is not None:
             self._capture.run_eagerly(compiled)
@@ -97,8 +98,11 @@ class Gathering:
         gathered = self._gathered.setdefault(id(matrix), self._gathers())
         gathered.take_in(matrix, factors, group, seed_of(group), check)
 
-    def _drop_stale(self) -> None:
-        """Before a forward pass: gradients thrown away (model.zero_grad()) take with them what was gathered."""
+    def _before_forward(self) -> None:
+        """Is the model one of several ranks'? And gradients thrown away (model.zero_grad()) take with them what was
+        gathered."""
+        if self.ranks is None:
+            self.ranks = Ranks.of(nn.parallel.DistributedDataParallel._active_ddp_module, None)
         for matrix in self._matrices:
             if id(matrix) in self._gathered and all(p.grad is None for p in matrix.params):
                 del self._gathered[id(matrix)]
