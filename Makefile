@@ -13,8 +13,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(VENV)/.lab ## set up, then compare NG+ with SGD and Adam on scikit-learn's digits
-	$(BIN)/python examples/digits.py
+demo: $(VENV)/.lab ## set up, then compare NG+ with its rivals on scikit-learn's digits
+	$(BIN)/ngplus compare digits
+	$(BIN)/ngplus report runs/digits-small --out runs/digits.html
 
 test: lint types ## set up, then run all checks: ruff, mypy, the full test suite
 	$(BIN)/python -m pytest
