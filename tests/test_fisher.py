@@ -43,6 +43,9 @@ class Late:
     def take(self, samples: Tensor | slice) -> Tensor:
         return self.values[:, samples].clone()
 
+    def outer(self, samples: Tensor | slice, left: Tensor) -> Tensor:
+        return self.take(samples).to(left.dtype).mT @ left
+
 
 # Each builder makes factors and, by plain loops that share no code with the package, their gradients
 # [groups, samples, m, n].
