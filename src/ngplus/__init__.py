@@ -1,12 +1,18 @@
 """NG+ for PyTorch: natural gradient in matrix form, second-order steps at the price of SGD."""
 
-from ngplus import baselines, layers, schedules
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ngplus import layers, schedules
 from ngplus.layers import register_layer
 from ngplus.online import OnlineNGPlus
 from ngplus.optimizer import Curvature, NGPlus
 from ngplus.plan import Plan, PlanRow
 from ngplus.preconditioner import Preconditioner
 from ngplus.study import gfim
+
+if TYPE_CHECKING:
+    from ngplus import baselines
 
 __version__ = "0.1.0.dev0"
 
@@ -23,3 +29,10 @@ __all__ = [
     "register_layer",
     "schedules",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The rivals are imported when they are asked for."""
+    if name == "baselines":
+        return importlib.import_module("ngplus.baselines")
+    raise AttributeError(f"module 'ngplus' has no attribute {name!r}")
