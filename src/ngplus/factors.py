@@ -188,12 +188,11 @@ class Outer(Factors):
     def costs(self, side: str, other: int, block: int) -> dict[str, float]:
         d, _ = self.curved_and_other(side)
         kappa = self.positions
-        if kappa == 1:
-            return {"rank-one": float(other + d * block)}
-        return {
+        costs = {
             "gram": float(kappa * kappa * (d + other) + kappa * d * block),
             "explicit": float(kappa * d * other + d * other * block),
         }
+        return {"rank-one": float(other + d * block), **costs} if kappa == 1 else costs
 
     def rank(self, side: str) -> int:
         return self.samples * min(self.positions, self.curved_and_other(side)[1])

@@ -7,9 +7,9 @@ or sum_i G_i^T G_i = Y^T Z (right side), made chunk by chunk so that memory stay
 ========= ============================ ============================== =========================================
 form      Y                            Z                              cost
 ========= ============================ ============================== =========================================
-rank-one  c_i                          ||o_i||^2 c_i                  D + d^2            (kappa = 1)
-gram      C_i (kappa x d)              (O_i O_i^T) C_i                kappa^2 (d + D) + kappa d^2   (kappa > 1)
-explicit  O_i^T C_i (D x d)            the same                       kappa d D + d^2 D             (kappa > 1)
+rank-one  c_i                          ||o_i||^2 c_i                  D + d^2            (kappa = 1 only)
+gram      C_i (kappa x d)              (O_i O_i^T) C_i                kappa^2 (d + D) + kappa d^2
+explicit  O_i^T C_i (D x d)            the same                       kappa d D + d^2 D
 ========= ============================ ============================== =========================================
 
 where C_i holds the curved factor's positions as rows and O_i the other's. ``choose_form`` takes the cheapest of those
