@@ -8,7 +8,8 @@ how a refresh turns that into state, and how state turns a gradient into a direc
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,20 @@ from ngplus.gradients import check_finite, gradient_matrix
 from ngplus.matrices import ParameterMatrix, Use, collect, named
 from ngplus.sync import Ranks
 from ngplus.update import update_parameters
+
+
+@dataclass(frozen=True)
+class Work:
+    """One matrix in one step. Of a sparse gradient, ``gradient`` holds the rows touched and ``rows`` their indices."""
+
+    matrix: ParameterMatrix
+    group: Group
+    state: State
+    gradient: Tensor  # [groups, m, n]
+    rows: Tensor | None
+
+
+Direction = tuple[Tensor, Tensor | None]  # and, like a gradient, with the rows that it touches
 
 
 class CapturedOptimizer(Optimizer):
@@ -71,13 +86,10 @@ class CapturedOptimizer(Optimizer):
         """Does this group's curvature come from captured factors?"""
         return True
 
-    def _observe(self, matrix: ParameterMatrix, group: Group, state: State, gradient: Tensor) -> None:
+    def _observe(self, work: Work) -> None:
         """What a method does in every step, before a refresh."""
 
-    def _refresh(
-        self, matrix: ParameterMatrix, group: Group, state: State, gathered: Gathered | None, gradient: Tensor,
-        rows: Tensor | None,
-    ) -> bool:  # fmt: skip
+    def _refresh(self, work: Work, gathered: Gathered | None) -> bool:
         """New curvature in the state; without ``gathered``, from the mini-batch gradient. False: it was not finite."""
         raise NotImplementedError
 
@@ -85,11 +97,13 @@ class CapturedOptimizer(Optimizer):
         """Is there curvature, of the size and precision that the matrix has at present?"""
         raise NotImplementedError
 
-    def _direction(
-        self, matrix: ParameterMatrix, group: Group, state: State, gradient: Tensor, rows: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _direction(self, work: Work) -> Direction:
         """The preconditioned gradient [groups, m, n]; of a sparse one, the rows touched and their indices."""
         raise NotImplementedError
+
+    def _precondition(self, works: Sequence[Work]) -> list[Direction]:
+        """The directions of all matrices of a step; a method may work on many of them together."""
+        return [self._direction(work) for work in works]
 
     def _initialised(self, group: Group, state: State) -> None:
         """After a step that only initialises the state."""
@@ -197,53 +211,50 @@ class CapturedOptimizer(Optimizer):
         ranks = self._ranks or gathering.ranks
         if ranks is not None:
             gathering.synchronise(ranks, [m for m in self._matrices if self._captures(self._group(m)) and self._due(m)])
-        work = [m for m in self._matrices if any(p.grad is not None for p in m.params)]
-        if not work:
+        with_gradient = [m for m in self._matrices if any(p.grad is not None for p in m.params)]
+        if not with_gradient:
             if gathering.forward_seen:
                 raise RuntimeError(
                     "No parameter has a gradient, though the model has been called: the loss does not reach any "
                     "parameter of this optimizer, or backward() was not called"
                 )
             return None
-        norms = check_finite(work)
+        norms = check_finite(with_gradient)
         # Distributed checkpoints make a step with lr = 0 and zero gradients, only to have the state initialised.
         self._initialising = all(float(g["lr"]) == 0.0 for g in self.param_groups) and not bool(norms.any())
-        directions: dict[nn.Parameter, Tensor] = {}
+        works = [self._work(matrix) for matrix in with_gradient]
         uncovered: list[ParameterMatrix] = []
-        for matrix in work:
-            for param in matrix.params:  # distributed checkpoints want an entry for every parameter
-                self.state.setdefault(param, {})
-            directions.update(self._direction_of(matrix, gathering, uncovered))
+        for work in works:
+            self._observe(work)
+            if self._due(work.matrix):
+                self._take_up(work, gathering, uncovered)
+        directions: dict[nn.Parameter, Tensor] = {}
+        for work, direction in zip(works, self._precondition(works), strict=True):
+            directions.update(_by_parameter(work, *direction))
+            if self._initialising:
+                self._initialised(work.group, work.state)
         self._warn_uncovered(uncovered)
         return directions
 
-    def _direction_of(
-        self, matrix: ParameterMatrix, gathering: Gathering, uncovered: list[ParameterMatrix]
-    ) -> dict[nn.Parameter, Tensor]:
-        """The directions of one matrix's parameters. Its curvature is in the state of the first of them."""
-        group, state = self._group(matrix), self.state[matrix.params[0]]
+    def _work(self, matrix: ParameterMatrix) -> Work:
+        """A matrix's part of this step. Its curvature is in the state of the first of its parameters."""
+        for param in matrix.params:  # distributed checkpoints want an entry for every parameter
+            self.state.setdefault(param, {})
+        group = self._group(matrix)
         gradient, rows = gradient_matrix(matrix, self._complete(group), getattr(self, "grad_scale", None))
-        self._observe(matrix, group, state, gradient)
-        if self._due(matrix):
-            gathered = gathering.take(matrix)
-            if self._captures(group) and (matrix.source == "batch" or gathered is None):
-                uncovered.append(matrix)
-                gathered = None
-            if not self._refresh(matrix, group, state, gathered, gradient, rows):
-                warnings.warn(
-                    f"The curvature of {matrix.name!r} is not finite; the last good one stays in use", stacklevel=6
-                )
-        direction, rows = self._direction(matrix, group, state, gradient, rows)
-        if self._initialising:
-            self._initialised(group, state)
-        if rows is not None:
-            first = matrix.params[0]
-            values = direction[0].to(first.dtype).contiguous()
-            return {
-                first: torch.sparse_coo_tensor(rows, values, first.shape, is_coalesced=True, check_invariants=False)
-            }
-        parts = zip(matrix.active_params, matrix.layout.split(direction), strict=True)
-        return {param: part.to(param.dtype) for param, part in parts if param.grad is not None}
+        return Work(matrix, group, self.state[matrix.params[0]], gradient, rows)
+
+    def _take_up(self, work: Work, gathering: Gathering, uncovered: list[ParameterMatrix]) -> None:
+        """The refresh of one matrix, from what was gathered for it."""
+        matrix = work.matrix
+        gathered = gathering.take(matrix)
+        if self._captures(work.group) and (matrix.source == "batch" or gathered is None):
+            uncovered.append(matrix)
+            gathered = None
+        if not self._refresh(work, gathered):
+            warnings.warn(
+                f"The curvature of {matrix.name!r} is not finite; the last good one stays in use", stacklevel=6
+            )
 
     def _group(self, matrix: ParameterMatrix) -> Group:
         """A matrix goes by the options of its first parameter's group."""
@@ -331,6 +342,16 @@ class CapturedOptimizer(Optimizer):
         if "_matrices" not in self.__dict__:  # a copy, and not Optimizer.load_state_dict
             self._gathering = None
             self._watch()
+
+
+def _by_parameter(work: Work, direction: Tensor, rows: Tensor | None) -> dict[nn.Parameter, Tensor]:
+    """A matrix's direction as those of its parameters, for those that have a gradient."""
+    if rows is not None:
+        first = work.matrix.params[0]
+        values = direction[0].to(first.dtype).contiguous()
+        return {first: torch.sparse_coo_tensor(rows, values, first.shape, is_coalesced=True, check_invariants=False)}
+    parts = zip(work.matrix.active_params, work.matrix.layout.split(direction), strict=True)
+    return {param: part.to(param.dtype) for param, part in parts if param.grad is not None}
 
 
 def _inside(model: nn.Module) -> nn.Module:

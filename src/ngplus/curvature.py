@@ -35,7 +35,6 @@ from ngplus.sketch import Sketch, SketchSpec
 State = dict[str, Any]
 Group = dict[str, Any]
 
-NOISE = 100.0  # a second moment below this many roundings of the layer's mean one is noise
 RELATIVE_AUTO = 0.1  # damping="auto" is relative damping with this coefficient
 DAMPING_FLOOR = 1e-30  # relative damping of a zero matrix
 
@@ -219,10 +218,7 @@ def is_finite(fresh: Fresh) -> bool:
 
 
 def invert(state: State, fresh: Fresh, group: Group, seed: int) -> None:
-    """Puts what the next steps apply into the state: an inverse, Woodbury's pair, or the eigenbasis."""
-    if group["scaling"] == "adaptive":
-        _turn_basis(state, fresh.dense(), carry=group["step"] > 0)
-        return
+    """Puts what the next steps apply into the state: an inverse, or Woodbury's pair."""
     if fresh.roots is None:
         matrices = fresh.dense()
         damping = damping_of(group, [m.diagonal(dim1=-2, dim2=-1) for m in matrices])
@@ -251,24 +247,6 @@ def _sketch(group: Group, root: Tensor, seed: int) -> Sketch:
     return Sketch(spec, p, seed)
 
 
-def _turn_basis(state: State, matrices: list[Tensor], carry: bool) -> None:
-    """The new eigenbasis; the moments are carried over by P = Q_new^T Q_old, the second by P * P."""
-    pairs = [solve.eigenbasis(m) for m in matrices]
-    old = read(state, "basis")
-    new = [q for _, q in pairs]
-    if carry and old is not None and [o.shape for o in old] == [q.shape for q in new]:
-        old = [o.to(q) for o, q in zip(old, new, strict=True)]
-        change = [q.mT @ o for q, o in zip(new, old, strict=True)]
-        for key, turns in (("exp_avg", change), ("exp_avg_sq", [p.square() for p in change])):
-            moments = read(state, key)
-            if moments is not None:
-                write(state, key, [p @ m.to(p) for p, m in zip(turns, moments, strict=True)])
-    else:
-        clear(state, "exp_avg", "exp_avg_sq")
-    write(state, "basis", new)
-    write(state, "spectrum", [w for w, _ in pairs])
-
-
 def apply(state: State, stacks: list[Tensor], group: Group) -> list[Tensor]:
     """(lambda I + L)^-1 G for the stacks [blocks, p, D] of a gradient."""
     inverse = read(state, "inverse")
@@ -285,42 +263,6 @@ def apply(state: State, stacks: list[Tensor], group: Group) -> list[Tensor]:
         solve.sketched_apply(u, c, damping, g, _sketch(group, u, seed))
         for u, c, g in zip(factors, cores, stacks, strict=True)
     ]
-
-
-def apply_adaptive(state: State, stacks: list[Tensor], group: Group, sparse: bool) -> list[Tensor]:
-    """Adam in the eigenbasis: the gradient turned into it, two moments kept there, the step turned back.
-
-    A sparse gradient's rows come and go, so nothing is kept for them: no first moment, and one second moment for each
-    direction of the basis, the mean over the rows touched.
-    """
-    basis = read(state, "basis")
-    assert basis is not None
-    beta1, beta2, eps = group["momentum"], group["beta2"], group["eps"]
-    turned = [q.mT @ g for q, g in zip(basis, stacks, strict=True)]
-    squares = [t.square().mean(-1, keepdim=True) if sparse else t.square() for t in turned]
-    first, second = read(state, "exp_avg"), read(state, "exp_avg_sq")
-    if group["step"] == 0 or second is None or [s.shape for s in second] != [s.shape for s in squares]:
-        second = [torch.zeros_like(s) for s in squares]
-        first = None if sparse else [torch.zeros_like(t) for t in turned]
-        state["adam_step"] = 0
-    step = state["adam_step"] = int(state["adam_step"]) + 1
-    torch._foreach_mul_(second, beta2)
-    torch._foreach_add_(second, squares, alpha=1 - beta2)
-    write(state, "exp_avg_sq", second)
-    if first is not None:
-        torch._foreach_mul_(first, beta1)
-        torch._foreach_add_(first, turned, alpha=1 - beta1)
-        write(state, "exp_avg", first)
-        ahead = torch._foreach_mul(first, beta1) if group["nesterov"] else first
-        if group["nesterov"]:
-            torch._foreach_add_(ahead, turned, alpha=1 - beta1)
-        turned = [m / (1 - beta1**step) for m in ahead]
-    correction = 1 - beta2**step
-    # Where a direction has no gradient but rounding, the floor keeps Adam from blowing the rounding up to a full step.
-    mean = torch.stack([v.mean() for v in second]).mean() / correction
-    floor = eps + NOISE * torch.finfo(mean.dtype).eps * mean.sqrt()
-    steps = [m / ((v / correction).sqrt() + floor) for m, v in zip(turned, second, strict=True)]
-    return [q @ s for q, s in zip(basis, steps, strict=True)]
 
 
 def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: Fresh | None) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
+from ngplus import adaptive
 from ngplus import curvature as curvatures
 from ngplus.capture import BatchDims
-from ngplus.captured import CapturedOptimizer
+from ngplus.captured import CapturedOptimizer, Direction, Work
 from ngplus.curvature import Fresh, Gathered, Group, State
 from ngplus.gathering import seed_of
 from ngplus.gradients import captured_scale
@@ -148,15 +149,14 @@ class NGPlus(CapturedOptimizer):
         self._held.clear()
         return super()._directions()
 
-    def _observe(self, matrix: ParameterMatrix, group: Group, state: State, gradient: Tensor) -> None:
-        if group["curvature"] == "batch":
-            curvatures.online(state, curvatures.mini_batch(matrix, gradient, group, seed_of(group)), group)
+    def _observe(self, work: Work) -> None:
+        if work.group["curvature"] == "batch":
+            fresh = curvatures.mini_batch(work.matrix, work.gradient, work.group, seed_of(work.group))
+            curvatures.online(work.state, fresh, work.group)
 
-    def _refresh(
-        self, matrix: ParameterMatrix, group: Group, state: State, gathered: Gathered | None, gradient: Tensor,
-        rows: Tensor | None,
-    ) -> bool:  # fmt: skip
-        """L or R and its inverse."""
+    def _refresh(self, work: Work, gathered: Gathered | None) -> bool:
+        """L or R and its inverse, or its eigenbasis."""
+        matrix, group, state = work.matrix, work.group, work.state
         seed, finite = seed_of(group), True
         if group["curvature"] == "batch":
             stacks = curvatures.read(state, "curvature")
@@ -164,7 +164,7 @@ class NGPlus(CapturedOptimizer):
             fresh = Fresh(stacks)
         else:
             if gathered is None:
-                fresh = curvatures.mini_batch(matrix, gradient, group, seed)
+                fresh = curvatures.mini_batch(matrix, work.gradient, group, seed)
             else:
                 cut = matrix.cut(matrix.side(group["side"]), group["block_size"])
                 fresh = curvatures.per_sample(gathered, group, cut, captured_scale(self))
@@ -177,7 +177,10 @@ class NGPlus(CapturedOptimizer):
                 fresh = curvatures.average(state, fresh, group)
             else:
                 self._held[id(matrix)] = fresh
-        curvatures.invert(state, fresh, group, seed)
+        if group["scaling"] == "adaptive":
+            adaptive.turn_basis(state, fresh.dense(), carry=group["step"] > 0)
+        else:
+            curvatures.invert(state, fresh, group, seed)
         return finite
 
     def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
@@ -191,22 +194,37 @@ class NGPlus(CapturedOptimizer):
             and held.device == matrix.params[0].device
         )
 
-    def _direction(
-        self, matrix: ParameterMatrix, group: Group, state: State, gradient: Tensor, rows: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _precondition(self, works: Sequence[Work]) -> list[Direction]:
         """(lambda I + L)^-1 G or G (lambda I + R)^-1, or Adam's step in the eigenbasis, [groups, m, n]."""
-        left, sparse = matrix.side(group["side"]) == "left", rows is not None
-        cut = matrix.cut("left" if left else "right", group["block_size"])
-        stacks = cut.split(gradient if left else gradient.mT)
-        if group["scaling"] == "adaptive":
-            stacks = curvatures.apply_adaptive(state, stacks, group, sparse)
-        else:
-            stacks = curvatures.apply(state, stacks, group)
-        direction = cut.merge(stacks)
-        direction = direction if left else direction.mT
-        if group["graft"] is not None:
-            direction = with_length(direction, graft_length(state, gradient, group, sparse))
-        return direction, rows
+        stacks = [self._stacks(work) for work in works]
+        by_group: dict[int, list[int]] = {}
+        for i, work in enumerate(works):
+            if work.group["scaling"] == "adaptive" and work.rows is None:
+                by_group.setdefault(id(work.group), []).append(i)
+            elif work.group["scaling"] == "adaptive":
+                stacks[i] = adaptive.sparse_steps(work.state, stacks[i], work.group)
+            else:
+                stacks[i] = curvatures.apply(work.state, stacks[i], work.group)
+        for group in by_group.values():
+            steps = adaptive.steps([(works[i].state, stacks[i]) for i in group], works[group[0]].group)
+            for i, stack in zip(group, steps, strict=True):
+                stacks[i] = stack
+        return [(self._merged(work, stack), work.rows) for work, stack in zip(works, stacks, strict=True)]
+
+    def _stacks(self, work: Work) -> list[Tensor]:
+        """The gradient with its curved dimension first, in the blocks of its matrix."""
+        side = work.matrix.side(work.group["side"])
+        cut = work.matrix.cut(side, work.group["block_size"])
+        return cut.split(work.gradient if side == "left" else work.gradient.mT)
+
+    def _merged(self, work: Work, stacks: list[Tensor]) -> Tensor:
+        """The way back, at the step length of another method where one is grafted on."""
+        side = work.matrix.side(work.group["side"])
+        direction = work.matrix.cut(side, work.group["block_size"]).merge(stacks)
+        direction = direction if side == "left" else direction.mT
+        if work.group["graft"] is None:
+            return direction
+        return with_length(direction, graft_length(work.state, work.gradient, work.group, work.rows is not None))
 
     def _initialised(self, group: Group, state: State) -> None:
         curvatures.add_placeholders(state, group)

@@ -53,14 +53,19 @@ def _with_momentum(
     momentum = group["momentum"]
     # Adam's step length already counts the past: a plain sum of such steps would be 1 / (1 - momentum) times as long.
     dampening = momentum if group["graft"] == "adam" else 0.0
-    buffers = []
+    old: list[Tensor] = []
+    fresh: list[Tensor] = []
     for param, step in zip(params, steps, strict=True):
         state = states[param]
         if "momentum_buffer" not in state or group["step"] == 0:
             state["momentum_buffer"] = step.clone()
         else:
-            state["momentum_buffer"].mul_(momentum).add_(step, alpha=1 - dampening)
-        buffers.append(state["momentum_buffer"])
+            old.append(state["momentum_buffer"])
+            fresh.append(step)
+    if old:
+        torch._foreach_mul_(old, momentum)
+        torch._foreach_add_(old, fresh, alpha=1 - dampening)
+    buffers = [states[param]["momentum_buffer"] for param in params]
     return list(torch._foreach_add(steps, buffers, alpha=momentum)) if group["nesterov"] else buffers
 
 

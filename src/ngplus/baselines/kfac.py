@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from ngplus import fisher, solve
 from ngplus.baselines.common import Batches, Rival
 from ngplus.capture import BatchDims
-from ngplus.captured import state_bytes
+from ngplus.captured import Direction, Work, state_bytes
 from ngplus.curvature import Gathered, Group, State
 from ngplus.factors import Factors, Joined, Outer
 from ngplus.gradients import captured_scale
@@ -168,10 +168,8 @@ class KFAC(Rival):
         if group["approx"] not in _APPROX:
             raise ValueError(f"Invalid approx: {group['approx']!r} (one of {', '.join(map(repr, _APPROX))})")
 
-    def _refresh(
-        self, matrix: ParameterMatrix, group: Group, state: State, gathered: Gathered | None, gradient: Tensor,
-        rows: Tensor | None,
-    ) -> bool:  # fmt: skip
+    def _refresh(self, work: Work, gathered: Gathered | None) -> bool:
+        matrix, group, state, gradient = work.matrix, work.group, work.state, work.gradient
         fresh: dict[str, Tensor]
         if gathered is None:
             curved = gradient if matrix.side("auto") == "left" else gradient.mT
@@ -213,9 +211,8 @@ class KFAC(Rival):
             for key, x in held.items()
         )
 
-    def _direction(
-        self, matrix: ParameterMatrix, group: Group, state: State, gradient: Tensor, rows: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _direction(self, work: Work) -> Direction:
+        matrix, state, gradient, rows = work.matrix, work.state, work.gradient, work.rows
         if "curvature_inverse" in state:
             inverse = state["curvature_inverse"]
             return (inverse @ gradient if matrix.side("auto") == "left" else gradient @ inverse), rows

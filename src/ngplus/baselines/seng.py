@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from ngplus import solve
 from ngplus.baselines.common import Batches, Rival
 from ngplus.capture import BatchDims
-from ngplus.captured import state_bytes
+from ngplus.captured import Direction, Work, state_bytes
 from ngplus.curvature import Gathered, Group, State, subsample
 from ngplus.factors import Bags, Factors, Joined, Lookup, Outer, Rows
 from ngplus.fisher import CHUNK_BYTES
@@ -119,10 +119,8 @@ class SENG(Rival):
         if not group["damping"] > 0:
             raise ValueError(f"Invalid damping: {group['damping']} (SENG divides by it)")
 
-    def _refresh(
-        self, matrix: ParameterMatrix, group: Group, state: State, gathered: Gathered | None, gradient: Tensor,
-        rows: Tensor | None,
-    ) -> bool:  # fmt: skip
+    def _refresh(self, work: Work, gathered: Gathered | None) -> bool:
+        matrix, group, state, gradient, rows = work.matrix, work.group, work.state, work.gradient, work.rows
         if gathered is None:  # one column: the mini-batch gradient, so that d = g / (lambda + |g|^2)
             one = Rows(gradient[:, None]) if rows is None else Lookup(rows, gradient, matrix.layout.rows)
             parts: list[tuple[int, Part]] = [(0, one)]
@@ -151,9 +149,8 @@ class SENG(Rival):
             return False
         return state["core"].dtype == matrix.dtype and state["core"].device == matrix.params[0].device
 
-    def _direction(
-        self, matrix: ParameterMatrix, group: Group, state: State, gradient: Tensor, rows: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _direction(self, work: Work) -> Direction:
+        matrix, state, gradient, rows = work.matrix, work.state, work.gradient, work.rows
         parts, kept = _read(state), (state.get("kept_rows"), state.get("kept_cols"))
         if rows is not None and not all(isinstance(part, Lookup) for _, part in parts):
             gradient = gradient.new_zeros(1, matrix.layout.rows, matrix.layout.cols).index_copy(1, rows[0], gradient)
