@@ -1,0 +1,148 @@
+"""Scaling "adaptive", beyond the paper: Adam's moments kept in the eigenbasis of L or R.
+
+The basis Q comes from a refresh; each step turns the gradient into it (Q^T G), keeps the two moments of Adam there, and
+turns the step back. The GFIM gives the directions, the gradients' own second moments the scale along each. Where L is
+made anew, the first moment is carried over by P = Q_new^T Q_old, the second by P * P, elementwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ngplus import solve
+from ngplus.curvature import Group, State, clear, read, write
+
+NOISE = 100.0  # a second moment below this many roundings of the layer's mean one is noise
+
+
+def turn_basis(state: State, matrices: list[Tensor], carry: bool) -> None:
+    """The new eigenbasis in the state, and the moments carried over to it."""
+    pairs = [solve.eigenbasis(m) for m in matrices]
+    old = read(state, "basis")
+    new = [q for _, q in pairs]
+    if carry and old is not None and [o.shape for o in old] == [q.shape for q in new]:
+        old = [o.to(q) for o, q in zip(old, new, strict=True)]
+        change = [q.mT @ o for q, o in zip(new, old, strict=True)]
+        for key, turns in (("exp_avg", change), ("exp_avg_sq", [p.square() for p in change])):
+            moments = read(state, key)
+            if moments is not None:
+                write(state, key, [p @ m.to(p) for p, m in zip(turns, moments, strict=True)])
+    else:
+        clear(state, "exp_avg", "exp_avg_sq")
+    write(state, "basis", new)
+    write(state, "spectrum", [w for w, _ in pairs])
+
+
+def steps(works: Sequence[tuple[State, list[Tensor]]], group: Group) -> list[list[Tensor]]:
+    """Adam's steps in the eigenbases of many matrices with one group's options; their gradients come in stacks.
+
+    Of each matrix one or two products with Q and its transpose; all that is elementwise is done for all matrices in one
+    call, so that many small layers cost little more than one large one.
+    """
+    beta1, beta2 = group["momentum"], group["beta2"]
+    bases = [q for state, _ in works for q in _basis(state)]
+    gradients = [g for _, stacks in works for g in stacks]
+    turned = [_into(q, g) for q, g in zip(bases, gradients, strict=True)]
+    parts = _split_like(turned, works)
+    first, second, counts = [], [], []
+    for (state, stacks), own in zip(works, parts, strict=True):
+        moments = _moments(state, own, group)
+        first += moments[0]
+        second += moments[1]
+        counts += [int(state["adam_step"])] * len(stacks)
+    torch._foreach_mul_(second, beta2)
+    torch._foreach_addcmul_(second, turned, turned, 1 - beta2)
+    torch._foreach_mul_(first, beta1)
+    torch._foreach_add_(first, turned, alpha=1 - beta1)
+    ahead = first
+    if group["nesterov"]:
+        ahead = list(torch._foreach_mul(first, beta1))
+        torch._foreach_add_(ahead, turned, alpha=1 - beta1)
+    denominators = _roots(second, [1 - beta2**count for count in counts], [len(own) for own in parts], group["eps"])
+    out = list(torch._foreach_div(ahead, denominators))
+    torch._foreach_mul_(out, [1 / (1 - beta1**count) for count in counts])
+    return _split_like([_out_of(q, s) for q, s in zip(bases, out, strict=True)], works)
+
+
+def sparse_steps(state: State, stacks: list[Tensor], group: Group) -> list[Tensor]:
+    """The same for the rows of a sparse gradient. They come and go, so nothing is kept for them: no first moment, and
+    one second moment for each direction of the basis, the mean over the rows touched."""
+    bases, beta2 = _basis(state), group["beta2"]
+    turned = [_into(q, g) for q, g in zip(bases, stacks, strict=True)]
+    squares = [t.square().mean(-1, keepdim=True) for t in turned]
+    second = read(state, "exp_avg_sq")
+    if group["step"] == 0 or not _same_shapes(second, squares):
+        second = [torch.zeros_like(s) for s in squares]
+        clear(state, "exp_avg")
+        write(state, "exp_avg_sq", second)
+        state["adam_step"] = 0
+    assert second is not None
+    state["adam_step"] = int(state["adam_step"]) + 1
+    torch._foreach_mul_(second, beta2)
+    torch._foreach_add_(second, squares, alpha=1 - beta2)
+    correction = 1 - beta2 ** state["adam_step"]
+    roots = _roots(second, [correction] * len(second), [len(second)], group["eps"])
+    return [_out_of(q, t / r) for q, t, r in zip(bases, turned, roots, strict=True)]
+
+
+def _moments(state: State, turned: list[Tensor], group: Group) -> tuple[list[Tensor], list[Tensor]]:
+    """The two moments, made anew where they are not there or of another shape, and one more step counted."""
+    first, second = read(state, "exp_avg"), read(state, "exp_avg_sq")
+    if group["step"] == 0 or not _same_shapes(first, turned) or not _same_shapes(second, turned):
+        first, second = [torch.zeros_like(t) for t in turned], [torch.zeros_like(t) for t in turned]
+        write(state, "exp_avg", first)
+        write(state, "exp_avg_sq", second)
+        state["adam_step"] = 0
+    assert first is not None
+    assert second is not None
+    state["adam_step"] = int(state["adam_step"]) + 1
+    return first, second
+
+
+def _roots(second: list[Tensor], corrections: list[float], stacks: list[int], eps: float) -> list[Tensor]:
+    """sqrt(v / correction) and a floor: where a direction has no gradient but rounding, it keeps Adam from blowing the
+    rounding up to a full step. The floor is relative to the mean of a matrix, all ``stacks`` of its blocks together."""
+    roots = list(torch._foreach_div(second, corrections))
+    sums = torch._foreach_norm(roots, 1)  # of what is not negative: the sum
+    torch._foreach_sqrt_(roots)
+    start = 0
+    floors: list[Tensor] = []
+    for count in stacks:
+        own = slice(start, start + count)
+        size = sum(r.numel() for r in roots[own])
+        mean = sums[start] if count == 1 else torch.stack(sums[own]).sum()
+        floors += [(mean / size).sqrt()] * count
+        start += count
+    scale = NOISE * torch.finfo(roots[0].dtype).eps
+    torch._foreach_add_(roots, torch._foreach_add(torch._foreach_mul(floors, scale), eps))
+    return roots
+
+
+def _basis(state: State) -> list[Tensor]:
+    basis = read(state, "basis")
+    assert basis is not None
+    return basis
+
+
+def _into(basis: Tensor, gradient: Tensor) -> Tensor:
+    return basis.mT @ gradient if basis.shape[-1] > 1 else gradient  # a basis of one is 1
+
+
+def _out_of(basis: Tensor, step: Tensor) -> Tensor:
+    return basis @ step if basis.shape[-1] > 1 else step
+
+
+def _same_shapes(held: Sequence[Tensor] | None, wanted: Sequence[Tensor]) -> bool:
+    return held is not None and [x.shape for x in held] == [x.shape for x in wanted]
+
+
+def _split_like(tensors: Sequence[Tensor], works: Sequence[tuple[State, list[Tensor]]]) -> list[list[Tensor]]:
+    """A flat list cut again into the stacks of each matrix."""
+    out, start = [], 0
+    for _, stacks in works:
+        out.append(list(tensors[start : start + len(stacks)]))
+        start += len(stacks)
+    return out
