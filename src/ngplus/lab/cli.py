@@ -19,7 +19,7 @@ app = typer.Typer(
 )
 
 # The modules that have commands, in the order of the help.
-COMMANDS: tuple[str, ...] = ("train", "compare", "tune", "report", "planning", "figure")
+COMMANDS: tuple[str, ...] = ("train", "compare", "tune", "report", "planning", "bench", "figure")
 
 
 @app.callback()

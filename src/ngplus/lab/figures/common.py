@@ -74,12 +74,19 @@ def canvas(rows: int, columns: int, size: tuple[float, float], title: str) -> tu
 
 def save(name: str, figure: Figure, outcome: Outcome, out: Path) -> list[Path]:
     """NAME.png, NAME.svg and NAME.json; the same numbers give the same bytes."""
+    paths = save_pictures(name, figure, out)
+    numbers = out / f"{name}.json"
+    numbers.write_text(json.dumps(plain(outcome.numbers), indent=1) + "\n", encoding="utf-8")
+    return [*paths, numbers]
+
+
+def save_pictures(name: str, figure: Figure, out: Path) -> list[Path]:
+    """NAME.png and NAME.svg."""
     out.mkdir(parents=True, exist_ok=True)
-    paths = [out / f"{name}.{kind}" for kind in ("png", "svg", "json")]
+    paths = [out / f"{name}.{kind}" for kind in ("png", "svg")]
     figure.savefig(paths[0], dpi=110)
     Image.open(paths[0]).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(paths[0], optimize=True)
     figure.savefig(paths[1], metadata={"Date": None}, dpi=110)
-    paths[2].write_text(json.dumps(plain(outcome.numbers), indent=1) + "\n", encoding="utf-8")
     return paths
 
 

@@ -1,0 +1,99 @@
+"""``ngplus bench``: what NG+ costs, measured against what it is compared with in one run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ngplus.lab import train as shared
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def register(app: typer.Typer) -> None:
+    app.command(help=shared.paragraphs(bench))(bench)
+
+
+def bench(
+    rows: Annotated[list[str] | None, typer.Argument(metavar="[ROW]...", help="Rows; all where none is named.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small models: a look at the instrument, not at NG+.")] = False,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Rounds of each measurement.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's choice where not given.")] = None,
+    out: Annotated[Path, typer.Option(help="The folder of bench.json and the pictures.")] = Path("bench"),
+    resume: Annotated[bool, typer.Option("--resume", help="Only measure what bench.json does not have.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Measure nothing: show what bench.json has.")] = False,
+    table: Annotated[bool, typer.Option("--table", help="Measure nothing: print the table as Markdown.")] = False,
+    names: Annotated[bool, typer.Option("--list", help="The rows and what they need.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Show where the time of a step goes instead.")] = False,
+) -> None:
+    """Measure what NG+ costs: methods in turn within a run, medians of paired ratios with their quartiles.
+
+    Prints a table of what was asked and what was measured, and writes bench.json, bench.png and bench.svg. Each
+    measurement is written when it ends, and stays in the file until it is taken again. Let nothing else run.
+
+    ngplus bench
+
+    ngplus bench step memory --repeats 9
+
+    ngplus bench --table > table.md
+    """
+    import torch
+
+    console = shared.make_console()
+    with shared.friendly(console):
+        from ngplus.lab.bench import measuring
+        from ngplus.lab.bench import show as showing
+
+        if names:
+            console.print(showing.groups())
+            return
+        threads_before = torch.get_num_threads()
+        try:
+            if threads is not None:
+                torch.set_num_threads(threads)
+            if profile:
+                from ngplus.lab.bench import profiling
+
+                profiling.run(rows or [], quick, out, console)
+                return
+            chosen = measuring.chosen(rows or [])
+            path = out / "bench.json"
+            if not (show or table):
+                _measure(chosen, path, quick, repeats, resume, console)
+            _present(chosen, path, out, table, not (show or table), console)
+        finally:
+            torch.set_num_threads(threads_before)
+
+
+def _measure(groups: list[str], path: Path, quick: bool, repeats: int | None, resume: bool, console: Console) -> None:
+    from ngplus.lab.bench import measuring
+
+    for name in measuring.needed(groups, path, quick, resume):
+        start = time.perf_counter()
+        with console.status(name) as status:
+            measuring.measure(name, path, quick, repeats, lambda text, n=name: status.update(f"{n}: {text}"))  # type: ignore[misc]
+        console.print(f"{name}: {time.perf_counter() - start:.0f} s", highlight=False)
+
+
+def _present(groups: list[str], path: Path, out: Path, as_markdown: bool, draw: bool, console: Console) -> None:
+    """The table of these rows, and the pictures of all that the file has."""
+    from ngplus.lab.bench import record, show
+    from ngplus.lab.bench.rows import rows_of
+
+    measurements = record.load(path)
+    rows = rows_of(measurements, groups)
+    if not rows:
+        raise ValueError(f"{path} has no measurements of these rows yet: ngplus bench makes them")
+    if as_markdown:
+        print(show.markdown(rows, measurements))  # not rich: lines are as long as they are
+        return
+    console.print(show.table(rows, "ngplus bench"))
+    for line in show.circumstances({row.of: measurements[row.of] for row in rows}):
+        console.print(line, highlight=False)
+    if draw:
+        pictures = show.picture(rows_of(measurements), measurements, out)
+        console.print(", ".join(map(str, [path, *pictures])), highlight=False, soft_wrap=True)

@@ -1,0 +1,137 @@
+"""What needs a fresh process: peak memory, and the time of an import.
+
+``python -m ngplus.lab.bench.processes NAME JSON`` is one such process; it prints its result as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ngplus.lab.bench.record import Setting, Taken
+from ngplus.lab.bench.timing import Stopwatch, Turn, take_turns
+
+Numbers = dict[str, Any]
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had resident.
+
+    Not ru_maxrss where it can be helped: on Linux a new process begins with its parent's.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def in_process(name: str, **options: Any) -> Numbers:
+    """The result of one of the functions below, in a new process."""
+    command = [sys.executable, "-m", __name__, name, json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"The process that measures {name} has failed:\n{done.stderr[-2000:]}")
+    result: Numbers = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+# ---------------------------------------------------------------------------------------------- peak memory of a step
+
+# SGD, NG+ that makes steps without a refresh only, NG+ that makes one with a refresh.
+MEMORY: dict[str, Numbers] = {
+    "sgd": {"optimizer": "sgd", "every": None},
+    "plain": {"optimizer": "ngplus-paper", "every": 10**6},
+    "refresh": {"optimizer": "ngplus-paper", "every": 3},
+    "adaptive-plain": {"optimizer": "ngplus", "every": 10**6},
+    "adaptive-refresh": {"optimizer": "ngplus", "every": 3},
+}
+
+
+def memory(setting: Setting) -> Taken:
+    peaks: dict[str, list[int]] = {name: [] for name in MEMORY}
+    for number in range(setting.repeats):
+        for name, options in MEMORY.items():
+            setting.say(f"round {number + 1} of {setting.repeats}: {name}")
+            peaks[name].append(in_process("steps", quick=setting.quick, threads=_threads(), **options)["peak"])
+    return Taken({}, {"peaks": peaks})
+
+
+def steps(optimizer: str, every: int | None, quick: bool, threads: int) -> Numbers:
+    """The first step, always a refresh, has a batch that takes no memory; then three with the whole batch, of which the
+    last is a refresh where ``every`` is 3."""
+    import torch
+
+    from ngplus.lab.bench.problems import PROBLEMS
+    from ngplus.lab.bench.training import ADAPTIVE, FIRST_ORDER, INVERSE, Contender
+
+    torch.set_num_threads(threads)
+    problem = PROBLEMS["resnet"](quick)
+    hyper = FIRST_ORDER.get(optimizer) or {"ngplus": ADAPTIVE, "ngplus-paper": INVERSE}[optimizer]
+    contender = Contender(problem, optimizer, {**hyper, **({} if every is None else {"update_every": every})})
+    problem.small_loss(contender.model).backward()
+    contender.optimizer.step()
+    for _ in range(3):
+        contender.train(Stopwatch(), "")
+    return {"peak": peak_bytes()}
+
+
+def _threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+# ---------------------------------------------------------------------------------------------- the time of an import
+
+
+def imports(setting: Setting) -> Taken:
+    """``import torch`` and ``import ngplus`` (which imports torch), each in a process of its own."""
+    turns = {name: _import_turn(name) for name in ("torch", "ngplus")}
+    return Taken(take_turns(turns, setting.repeats, say=setting.say))
+
+
+def _import_turn(name: str) -> Turn:
+    def turn(watch: Stopwatch) -> None:
+        code = (
+            "import time; w, c = time.perf_counter(), time.process_time()\n"
+            f"import {name}\n"
+            "print(time.perf_counter() - w, time.process_time() - c)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        wall, cpu = map(float, done.stdout.split())
+        watch.add(name, wall, cpu)
+
+    return turn
+
+
+# ---------------------------------------------------------------------------------------------- the embedding's memory
+
+
+def embedding(optimizer: str, rows: int, every: int) -> Numbers:
+    """Four steps on the sparse table: the peak, and that before the first step."""
+    from ngplus.lab.bench.embedding import Table
+
+    table = Table(rows)
+    made = table.optimizer(optimizer, every)
+    before = peak_bytes()
+    start = time.perf_counter()
+    for _ in range(4):
+        made.zero_grad()
+        table.loss().backward()
+        made.step()
+    return {"before": before, "peak": peak_bytes(), "seconds": time.perf_counter() - start}
+
+
+CHILDREN: dict[str, Callable[..., Numbers]] = {"steps": steps, "embedding": embedding}
+
+if __name__ == "__main__":
+    print(json.dumps(CHILDREN[sys.argv[1]](**json.loads(sys.argv[2]))))
