@@ -8,10 +8,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types format install clean
+.PHONY: help demo test lint types format docs pictures interface dist install clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.lab ## set up, then compare NG+ with its rivals on scikit-learn's digits
 	$(BIN)/ngplus compare digits
@@ -31,10 +31,21 @@ format: $(VENV)/.dev ## let ruff fix and format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)/.dev ## the documentation site in site/, strict: no broken links
+	$(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open site/index.html; with search: $(BIN)/python -m http.server --directory site"
+
+pictures: $(VENV)/.dev ## draw the pictures of docs/ that are made from the code
+	$(BIN)/python tools/rooms.py --draw
+	$(BIN)/python tools/method_pictures.py
+
+interface: $(VENV)/.dev ## write tests/public_interface.txt anew, after a change that is meant
+	$(BIN)/python tools/public_interface.py
+
 install: $(VENV)/.dev ## set up .venv with everything that development needs
 
 clean: ## remove .venv, caches and build output
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # torch first, by itself, so that nothing installed later can choose another build of it.

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ngplus import layers, schedules
+from ngplus import layers, online, schedules
 from ngplus.layers import register_layer
 from ngplus.online import OnlineNGPlus
 from ngplus.optimizer import Curvature, NGPlus
@@ -26,6 +26,7 @@ __all__ = [
     "baselines",
     "gfim",
     "layers",
+    "online",
     "register_layer",
     "schedules",
 ]

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+__all__ = ["OnlineNGPlus", "Projection", "project"]
+
 BALLS = ("frobenius", "spectral")
 NORMS = ("curvature", "plain")
 SIDES = ("left", "right", "auto")
@@ -30,7 +32,13 @@ RELAXATION = 1.7  # of ADMM; any value in (0, 2) converges, values near this one
 
 
 class Projection(NamedTuple):
-    """A point of the ball, a bound on its distance to the exact projection in the norm of L, and the iterations."""
+    """A point of the ball, a bound on its distance to the exact projection in the norm of L, and the iterations.
+
+    Examples:
+        >>> point, bound, iterations = project(torch.eye(2), 2.0, "frobenius")
+        >>> bound, iterations  # it was inside already
+        (0.0, 0)
+    """
 
     point: Tensor
     bound: float
@@ -38,28 +46,35 @@ class Projection(NamedTuple):
 
 
 class OnlineNGPlus(Optimizer):
-    r"""The online form of NG+, with logarithmic regret on exp-concave losses.
+    """The online form of NG+, with logarithmic regret on exp-concave losses.
 
-    For the gradient :math:`G_t` of the loss of round t in the parameter matrix :math:`W_t` (m x n),
+    For the gradient G_t of the loss of round t in the parameter matrix W_t (m x n),
 
-    .. math:: L_t = L_{t-1} + G_t G_t^\top, \quad L_0 = \epsilon I, \qquad
-        W_{t+1} = \Pi_K\Bigl(W_t - \tfrac1\alpha L_t^{-1} G_t\Bigr),
+        L_t = L_{t-1} + G_t G_t^T,  L_0 = eps I
+        W_{t+1} = Proj_K(W_t - 1/alpha L_t^-1 G_t)
 
-    with K a ball and :math:`\Pi_K` the projection in the norm of :math:`L_t`. If every loss satisfies
+    with K a ball and Proj_K the projection in the norm of L_t. If every loss satisfies, on K, with the last norm that
+    of grad psi(Y) grad psi(Y)^T,
 
-    .. math:: \psi(X) \ge \psi(Y) + \langle\nabla\psi(Y), X - Y\rangle
-        + \tfrac\alpha2 \|X - Y\|^2_{\nabla\psi(Y)\nabla\psi(Y)^\top}
+        psi(X) >= psi(Y) + <grad psi(Y), X - Y> + alpha/2 ||X - Y||^2
 
-    on K, the regret is at most :math:`\frac m{2\alpha}\log(1 + T \mathcal L_G^2/\epsilon) + \frac{\alpha\epsilon}2
-    \mathcal D^2`. For :math:`\frac12\|W^\top x - y\|^2` with :math:`\|x\| \le 1`, :math:`\|y\| \le R` and the spectral
-    ball of radius R, :math:`\alpha = 1/(4R^2)` does.
+    the regret after T rounds is at most m/(2 alpha) log(1 + T L_G^2/eps) + alpha eps D^2/2, with L_G the largest norm
+    of a gradient and D the diameter of K. For 1/2 ||W^T x - y||^2 with ||x|| <= 1, ||y|| <= R and the spectral ball of
+    radius R, alpha = 1/(4 R^2) does.
 
     A step costs 2 d^2 D FLOPs for the direction and about as many for the inverse, with d the curved dimension; a
     projection that is not idle adds an eigendecomposition. State: d^2 numbers, in float64 where the device has it.
 
-    Example::
-
-        optimizer = ngplus.OnlineNGPlus(model.parameters(), alpha=0.25, radius=1.0, ball="spectral")
+    Examples:
+        >>> w = nn.Parameter(torch.zeros(3, 2))
+        >>> optimizer = ngplus.OnlineNGPlus([w], alpha=0.25, radius=1.0, ball="spectral")
+        >>> for x, y in zip(torch.eye(3), torch.ones(3, 2)):  # a stream: one example a round
+        ...     optimizer.zero_grad()
+        ...     loss = 0.5 * (w.T @ x - y).square().sum()
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> bool(torch.linalg.matrix_norm(w, 2) <= 1.0 + 1e-6)
+        True
 
     Args:
         params: parameters, named parameters or parameter groups as in torch.optim. Each parameter is a matrix of its
@@ -190,7 +205,13 @@ def woodbury_update(inverse: Tensor, columns: Tensor) -> Tensor:
 def project(
     point: Tensor, radius: float, ball: str, inverse: Tensor | None = None, tolerance: float = 1e-9
 ) -> Projection:
-    """argmin ||Z - V||_L over the Frobenius or the spectral ball, L given by its inverse; None for L = I."""
+    """argmin ||Z - V||_L over the Frobenius or the spectral ball, L given by its inverse; None for L = I.
+
+    Examples:
+        >>> done = ngplus.online.project(3 * torch.eye(2), 1.0, "spectral", inverse=torch.eye(2))
+        >>> torch.allclose(done.point, torch.eye(2), atol=1e-6)
+        True
+    """
     if float(torch.linalg.matrix_norm(point, 2 if ball == "spectral" else "fro")) <= radius:
         return Projection(point, 0.0, 0)
     if inverse is None:

@@ -23,31 +23,42 @@ from ngplus.update import graft_length, with_length
 
 
 class Curvature(NamedTuple):
-    """A matrix's side, "left" or "right", and its dense L or R: [d, d], or [groups, d, d] for a grouped convolution."""
+    """A matrix's side, "left" or "right", and its dense L or R: [d, d], or [groups, d, d] for a grouped convolution.
+
+    Examples:
+        >>> side, matrix = Curvature("left", torch.eye(2))
+        >>> side, tuple(matrix.shape)
+        ('left', (2, 2))
+    """
 
     side: str
     matrix: Tensor
 
 
 class NGPlus(CapturedOptimizer):
-    r"""NG+, natural gradient in matrix form, for any PyTorch model.
+    """NG+, natural gradient in matrix form, for any PyTorch model.
 
-    With per-sample gradients :math:`G_i` of a parameter matrix :math:`W` (m x n) and the mini-batch gradient
-    :math:`G`, every ``update_every`` steps
+    With per-sample gradients G_i of a parameter matrix W (m x n) and the mini-batch gradient G, every ``update_every``
+    steps
 
-    .. math:: L = \frac1{|S|}\sum_{i\in S} G_i G_i^\top \;(m \le n), \qquad R = \frac1{|S|}\sum_{i\in S} G_i^\top G_i
-        \;(m > n),
+        L = 1/S sum_i G_i G_i^T    where m <= n
+        R = 1/S sum_i G_i^T G_i    where m > n
 
-    and in each step :math:`W \leftarrow W - \alpha (\lambda I + L)^{-1} G` or
-    :math:`W \leftarrow W - \alpha\, G (\lambda I + R)^{-1}`.
+    and in each step, with ``scaling="inverse"``,
 
-    Example::
+        W <- W - lr (lambda I + L)^-1 G    or    W <- W - lr G (lambda I + R)^-1
 
-        optimizer = ngplus.NGPlus(model, lr=0.01)
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss_fn(model(x), y).backward()
-            optimizer.step()
+    The default, ``scaling="adaptive"``, keeps Adam's two moments in the eigenbasis of L or R in place of the inverse.
+
+    Examples:
+        >>> model = nn.Linear(4, 2)
+        >>> optimizer = ngplus.NGPlus(model, lr=0.01)
+        >>> x, y = torch.randn(8, 4), torch.randint(2, (8,))
+        >>> for step in range(3):
+        ...     optimizer.zero_grad()
+        ...     loss = nn.functional.cross_entropy(model(x), y)
+        ...     loss.backward()
+        ...     optimizer.step()
 
     Args:
         params: the model, or parameters, named parameters or parameter groups as in torch.optim. Curvature from samples
@@ -236,6 +247,11 @@ class NGPlus(CapturedOptimizer):
 
         Before the first refresh the samples and positions of the layers are not known; ``batch_size`` and ``positions``
         stand in for them.
+
+        Examples:
+            >>> plan = ngplus.NGPlus(nn.Linear(4, 2)).plan(batch_size=8)
+            >>> plan["weight"].shape, plan["weight"].side
+            ((2, 5), 'left')
         """
         entries = [(m, self._group(m), self.state.get(m.params[0], {})) for m in self._matrices]
         return plan_of(entries, batch_size, positions)
@@ -245,6 +261,15 @@ class NGPlus(CapturedOptimizer):
 
         Exact until the next step; later, where only the inverse is kept, recovered from it, with the rounding of its
         condition number.
+
+        Examples:
+            >>> model = nn.Linear(4, 2)
+            >>> optimizer = ngplus.NGPlus(model)
+            >>> model(torch.randn(8, 4)).square().mean().backward()
+            >>> optimizer.step()
+            >>> side, matrix = optimizer.curvature("weight")
+            >>> side, tuple(matrix.shape)
+            ('left', (2, 2))
         """
         matrix = self._find(which)
         group = self._group(matrix)

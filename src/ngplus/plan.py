@@ -30,7 +30,29 @@ EIGH = 9  # an eigendecomposition is about 9 d^3 FLOPs
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One matrix: its parameters and what is done with them."""
+    """One matrix: its parameters and what is done with them.
+
+    Attributes:
+        name: of the matrix, that of its first parameter.
+        parameters: the names of all its parameters.
+        shape: (m, n).
+        groups: of a grouped convolution, each a matrix of that shape.
+        source: where the curvature comes from, "sample", "vmap" or "batch".
+        side: "left" or "right".
+        solver: "eigenbasis", "dense", "woodbury" or "sketched".
+        blocks: how many blocks L or R is cut into.
+        form: how the products are made, "rank-one", "gram", "explicit", "mini-batch"; "" where it is not known yet.
+        state_bytes: kept for the curvature, without the momentum buffer.
+        step_flops: of every step.
+        refresh_flops: of a refresh.
+        note: why the source is "batch".
+        wire_bytes: that a refresh sends on each of several ranks.
+
+    Examples:
+        >>> row = ngplus.NGPlus(nn.Conv2d(3, 8, 3)).plan(batch_size=4)[0]
+        >>> row.parameters, row.shape, row.side
+        (('weight', 'bias'), (8, 28), 'left')
+    """
 
     name: str
     parameters: tuple[str, ...]
@@ -50,7 +72,18 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Plan(Sequence[PlanRow]):
-    """The rows, in the order of the parameters; ``print(plan)`` shows the table."""
+    """The rows, in the order of the parameters; ``print(plan)`` shows the table.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> plan = ngplus.NGPlus(model).plan(batch_size=16)
+        >>> [row.name for row in plan]
+        ['0.weight', '2.weight']
+        >>> plan["2.bias"].shape
+        (2, 9)
+        >>> plan.state_bytes == sum(row.state_bytes for row in plan)
+        True
+    """
 
     rows: tuple[PlanRow, ...]
 
@@ -69,14 +102,17 @@ class Plan(Sequence[PlanRow]):
         return iter(self.rows)
 
     def as_dicts(self) -> list[dict[str, Any]]:
+        """The rows as plain dicts, for JSON or a data frame."""
         return [asdict(row) for row in self.rows]
 
     @property
     def state_bytes(self) -> int:
+        """Bytes kept for the curvature of all matrices."""
         return sum(row.state_bytes for row in self.rows)
 
     @property
     def step_flops(self) -> int:
+        """FLOPs of every step."""
         return sum(row.step_flops for row in self.rows)
 
     @property
@@ -86,6 +122,7 @@ class Plan(Sequence[PlanRow]):
 
     @property
     def refresh_flops(self) -> int:
+        """FLOPs of a refresh, one in ``update_every`` steps."""
         return sum(row.refresh_flops for row in self.rows)
 
     def __str__(self) -> str:

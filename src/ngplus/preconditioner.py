@@ -14,18 +14,17 @@ from ngplus.plan import Plan
 class Preconditioner:
     """Replaces each ``.grad`` by its NG+ direction (lambda I + L)^-1 G; the step is left to another optimizer.
 
-    Example::
-
-        preconditioner = ngplus.Preconditioner(model, damping=0.1)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        ...
-        loss.backward()
-        preconditioner.step()
-        optimizer.step()
+    Examples:
+        >>> model = nn.Linear(4, 2)
+        >>> preconditioner = ngplus.Preconditioner(model, damping=0.1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> model(torch.randn(8, 4)).square().mean().backward()
+        >>> preconditioner.step()
+        >>> optimizer.step()
 
     Args:
-        model: the module, or parameters with ``model=`` or ``curvature="batch"``, as in :class:`ngplus.NGPlus`.
-        options: those of :class:`ngplus.NGPlus` that shape the direction. Learning rate, momentum and weight decay are
+        model: the module, or parameters with ``model=`` or ``curvature="batch"``, as in ``NGPlus``.
+        options: those of ``NGPlus`` that shape the direction. Learning rate, momentum and weight decay are
             the other optimizer's. The scaling is "inverse" unless it is given.
     """
 
@@ -51,15 +50,17 @@ class Preconditioner:
         self._optimizer._advance()
 
     def plan(self, batch_size: int | None = None, positions: int = 1) -> Plan:
-        """See :meth:`ngplus.NGPlus.plan`."""
+        """As of ``NGPlus``."""
         return self._optimizer.plan(batch_size, positions)
 
     def curvature(self, which: str | nn.Parameter) -> Curvature:
-        """See :meth:`ngplus.NGPlus.curvature`."""
+        """As of ``NGPlus``."""
         return self._optimizer.curvature(which)
 
     def state_dict(self) -> dict[str, Any]:
+        """The curvature and the options, as of a torch optimizer."""
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up a state that ``state_dict`` gave."""
         self._optimizer.load_state_dict(state_dict)

@@ -2,7 +2,7 @@
 
 For learning rates take torch.optim.lr_scheduler: the paper's strategies are PolynomialLR (its "exponential" one,
 a0 (1 - epoch/max_epoch)^rate), CosineAnnealingLR with eta_min=0.001, and LinearLR before them in a SequentialLR for the
-warm-up. ``docs/usage.md`` shows each.
+warm-up. ``docs/settings.md`` shows each.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+__all__ = ["ExponentialDamping", "LambdaDamping"]
+
 
 class HasGroups(Protocol):
-    """An optimizer, or a :class:`ngplus.Preconditioner`."""
+    """An optimizer, or a ``Preconditioner``."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -32,6 +34,13 @@ class LambdaDamping:
 
     ``step()`` counts one unit on, like a torch scheduler; ``step(epoch)`` sets it, so that a fraction of an epoch can
     be given in every iteration.
+
+    Examples:
+        >>> optimizer = ngplus.NGPlus(nn.Linear(3, 2), scaling="inverse", damping=0.4)
+        >>> damping = ngplus.schedules.LambdaDamping(optimizer, lambda epoch: 0.5**epoch)
+        >>> damping.step()
+        >>> damping.get_last_damping()
+        [0.2]
     """
 
     def __init__(self, optimizer: HasGroups, factor: Callable[[float], float]) -> None:
@@ -41,6 +50,7 @@ class LambdaDamping:
         self._set()
 
     def step(self, epoch: float | None = None) -> None:
+        """One epoch on, or to the given one."""
         self.epoch = self.epoch + 1.0 if epoch is None else float(epoch)
         self._set()
 
@@ -53,9 +63,11 @@ class LambdaDamping:
         return [group["damping"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
+        """The epoch, for a checkpoint; the factor is not in it."""
         return {"epoch": self.epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a checkpoint's epoch, and sets the damping."""
         self.epoch = float(state_dict["epoch"])
         self._set()
 
@@ -63,13 +75,13 @@ class LambdaDamping:
 class ExponentialDamping(LambdaDamping):
     """The paper's lambda_0 * rate^(epoch / every): rate 0.8 or 0.87 and every 10 epochs in its experiments.
 
-    Example::
-
-        optimizer = ngplus.NGPlus(model, lr=0.18, damping=0.16, scaling="inverse")
-        damping = ngplus.schedules.ExponentialDamping(optimizer, rate=0.8)
-        for epoch in range(52):
-            ...
-            damping.step()
+    Examples:
+        >>> optimizer = ngplus.NGPlus(nn.Linear(3, 2), lr=0.18, damping=0.16, scaling="inverse")
+        >>> damping = ngplus.schedules.ExponentialDamping(optimizer, rate=0.8)
+        >>> for epoch in range(20):  # after each epoch of training
+        ...     damping.step()
+        >>> round(optimizer.param_groups[0]["damping"], 4)
+        0.1024
     """
 
     def __init__(self, optimizer: HasGroups, rate: float, every: float = 10.0) -> None:

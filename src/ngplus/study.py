@@ -30,6 +30,14 @@ def gfim(
 
     A tuple or list of inputs is passed as arguments, a mapping as keyword arguments. No ``.grad`` is touched. A bias
     shares the entry of its weight. Parameters without per-sample factors get the product of their mini-batch gradient.
+
+    Examples:
+        >>> model, x = nn.Linear(3, 2), torch.randn(5, 3)
+        >>> found = ngplus.gfim(model, nn.functional.mse_loss, x, torch.zeros(5, 2))
+        >>> sorted(found)
+        ['bias', 'weight']
+        >>> found["weight"].side, tuple(found["weight"].matrix.shape)
+        ('left', (2, 2))
     """
     params = {p: name for p, name in named(model.named_parameters()).items() if p.requires_grad and p.numel()}
     matrices, uses = collect(model, params)

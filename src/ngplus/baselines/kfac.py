@@ -25,7 +25,13 @@ _APPROX = ("expand", "reduce")
 
 class KroneckerFactors(NamedTuple):
     """A = E[a a^T], [n, n], of a layer's inputs and G = E[g g^T], [m, m], of its outputs' gradients; undamped, and
-    with a leading dimension of groups for a grouped convolution."""
+    with a leading dimension of groups for a grouped convolution.
+
+    Examples:
+        >>> pair = ngplus.baselines.KroneckerFactors(input=torch.eye(3), output=torch.eye(2))
+        >>> tuple(pair.input.shape), tuple(pair.output.shape)
+        ((3, 3), (2, 2))
+    """
 
     input: Tensor
     output: Tensor
@@ -104,28 +110,36 @@ def kronecker_sums(
 
 
 class KFAC(Rival):
-    r"""KFAC: :math:`W \leftarrow W - \alpha\,(G + \sqrt\lambda I)^{-1}\,\nabla W\,(A + \sqrt\lambda I)^{-1}`.
+    """KFAC: W <- W - lr (G + sqrt(lambda) I)^-1 grad (A + sqrt(lambda) I)^-1, with grad the mini-batch gradient.
 
     With a_ip the input of a layer (and a 1 for the bias) at position p of sample i, and g_ip the gradient of that
     sample's own loss with respect to the layer's output there, every ``update_every`` steps
 
-    - ``approx="expand"``: :math:`A = \frac1{S\kappa}\sum_{ip} a_{ip}a_{ip}^\top`,
-      :math:`G = \frac1S\sum_{ip} g_{ip}g_{ip}^\top`;
-    - ``approx="reduce"``: :math:`A = \frac1S\sum_i \bar a_i\bar a_i^\top` with the mean over positions,
-      :math:`G = \frac1S\sum_i \hat g_i\hat g_i^\top` with their sum.
+    - ``approx="expand"``: A = 1/(S kappa) sum_ip a_ip a_ip^T and G = 1/S sum_ip g_ip g_ip^T;
+    - ``approx="reduce"``: A = 1/S sum_i abar_i abar_i^T with the mean over positions, and G = 1/S sum_i ghat_i ghat_i^T
+      with their sum.
 
     They agree for kappa = 1 position. Parameters without such factors (norm layers, embeddings, modules that only vmap
-    or the mini-batch knows) get NG+'s own matrix: :math:`(\lambda I + L)^{-1} \nabla W` on their smaller side.
+    or the mini-batch knows) get NG+'s own matrix, (lambda I + L)^-1 grad, on their smaller side.
+
+    Examples:
+        >>> model = nn.Linear(4, 2)
+        >>> optimizer = ngplus.baselines.KFAC(model, lr=0.03, damping=0.1)
+        >>> model(torch.randn(8, 4)).square().mean().backward()
+        >>> optimizer.step()
+        >>> a, g = optimizer.factors("weight")
+        >>> tuple(a.shape), tuple(g.shape)
+        ((5, 5), (2, 2))
 
     Args:
         params: the model, or parameters or parameter groups of ``model``, as in torch.optim.
-        lr, momentum, nesterov, weight_decay, decoupled_weight_decay, maximize: as in :class:`ngplus.NGPlus`.
+        lr, momentum, nesterov, weight_decay, decoupled_weight_decay, maximize: as in ``NGPlus``.
         damping: lambda, absolute. Each factor gets its square root.
         update_every: steps between two refreshes. The first is at the first step.
         beta: of the moving average of the factors, over refreshes, begun with the first; 0 for none.
         approx: for layers with several positions, such as convolutions: see above.
         loss_reduction: ``"mean"``, the loss is an average over the batch or its tokens, or ``"sum"``.
-        batch_dim: the dimension of the samples, as in :class:`ngplus.NGPlus`.
+        batch_dim: the dimension of the samples, as in ``NGPlus``.
     """
 
     _gathers = _Sums

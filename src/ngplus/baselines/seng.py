@@ -54,24 +54,29 @@ class _Columns(Batches):
 
 
 class SENG(Rival):
-    r"""SENG: with :math:`U = [\mathrm{vec}(G_1) \dots \mathrm{vec}(G_S)]/\sqrt S` for each layer, every
-    ``update_every`` steps, and g = vec of the mini-batch gradient,
+    """SENG: with U = [vec(G_1) ... vec(G_S)] / sqrt(S) for each layer, every ``update_every`` steps, and g = vec of the
+    mini-batch gradient,
 
-    .. math:: d = (\lambda I + U U^\top)^{-1} g
-        = \frac1\lambda\left(g - U(\lambda I + U^\top U)^{-1}U^\top g\right).
+        d = (lambda I + U U^T)^-1 g = (g - U (lambda I + U^T U)^-1 U^T g) / lambda.
 
     U is kept as the factors of the G_i wherever these are smaller than the G_i themselves. With ``sketch`` the
     coefficients z solve the smaller problem min ||Omega U z - Omega g||^2 + lambda ||z||^2, and d = (g - U z)/lambda.
 
+    Examples:
+        >>> model = nn.Linear(4, 2)
+        >>> optimizer = ngplus.baselines.SENG(model, lr=0.1, damping=1.0)
+        >>> model(torch.randn(8, 4)).square().mean().backward()
+        >>> optimizer.step()
+
     Args:
         params: the model, or parameters or parameter groups of ``model``, as in torch.optim.
-        lr, momentum, nesterov, weight_decay, decoupled_weight_decay, maximize: as in :class:`ngplus.NGPlus`.
+        lr, momentum, nesterov, weight_decay, decoupled_weight_decay, maximize: as in ``NGPlus``.
         damping: lambda, absolute and above 0.
         update_every: steps between two refreshes. The first is at the first step.
         samples: how many columns U has: size or fraction of a random sub-sample of the batch; None is the whole batch.
         sketch: q: of the m rows and n columns of each G_i, q at random stand for all in U^T U and U^T g; None is exact.
         loss_reduction: ``"mean"``, the loss is an average over the batch or its tokens, or ``"sum"``.
-        batch_dim: the dimension of the samples, as in :class:`ngplus.NGPlus`.
+        batch_dim: the dimension of the samples, as in ``NGPlus``.
         seed: of sub-samples and sketches.
     """
 

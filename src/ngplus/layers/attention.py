@@ -26,6 +26,10 @@ _Build = Callable[[tuple[Tensor | None, ...], Tensor, tuple[bool, ...], Batch], 
 class MultiheadAttentionRule(LayerRule):
     """Packed: [in_proj_weight in_proj_bias] is (3 E, E + 1). Separate: (E, E), (E, kdim), (E, vdim), and the packed
     bias is a vector. [out_proj.weight out_proj.bias] is (E, E + 1). ``bias_k`` and ``bias_v`` get mini-batch curvature.
+
+    Examples:
+        >>> [row.shape for row in ngplus.NGPlus(nn.MultiheadAttention(8, 2)).plan()]
+        [(24, 9), (8, 9)]
     """
 
     claims_children = True

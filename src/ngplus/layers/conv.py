@@ -111,7 +111,13 @@ def _batched(x: Tensor, spatial: int) -> Tensor:
 
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class ConvRule(LayerRule):
-    """Any stride, padding, padding mode, dilation, groups; a group is a matrix (out/groups, in/groups * kernel)."""
+    """Any stride, padding, padding mode, dilation, groups; a group is a matrix (out/groups, in/groups * kernel).
+
+    Examples:
+        >>> row = ngplus.NGPlus(nn.Conv2d(4, 6, 3, groups=2)).plan()[0]
+        >>> row.groups, row.shape  # the bias is the last of 2 * 9 + 1 columns
+        (2, (3, 19))
+    """
 
     bias_needs_input = False
 
@@ -144,7 +150,12 @@ class ConvRule(LayerRule):
 
 @register_layer(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 class ConvTransposeRule(LayerRule):
-    """A transposed convolution is a plain one, stride 1 and kernel reversed, on its input with zeros set in between."""
+    """A transposed convolution is a plain one, stride 1 and kernel reversed, on its input with zeros set in between.
+
+    Examples:
+        >>> ngplus.NGPlus(nn.ConvTranspose2d(4, 6, 3)).plan()[0].shape
+        (6, 37)
+    """
 
     bias_needs_input = False
 

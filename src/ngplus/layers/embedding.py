@@ -20,6 +20,11 @@ class EmbeddingRule(LayerRule):
     Positions that are looked up once for the whole batch, with an index of shape [1, length], get the batch dimension
     that they lack: the output is expanded (not copied) on a refresh step, so that its gradient comes sample by sample.
     An index whose first dimension is not the batch, such as ``arange(length)``, has no samples of its own.
+
+    Examples:
+        >>> row = ngplus.NGPlus(nn.Embedding(1000, 16)).plan()[0]
+        >>> row.shape, row.side
+        ((1000, 16), 'right')
     """
 
     def matrices(self, module: nn.Module) -> list[MatrixSpec]:
@@ -66,6 +71,11 @@ class EmbeddingBagRule(LayerRule):
     """Modes sum and mean, bags as rows or by offsets, ``per_sample_weights``, ``padding_idx``, sparse gradients.
 
     The mode max has no factors; it is refused here, and capture falls back to mini-batch curvature.
+
+    Examples:
+        >>> row = ngplus.NGPlus(nn.EmbeddingBag(1000, 16, mode="sum", sparse=True)).plan()[0]
+        >>> row.shape, row.source
+        ((1000, 16), 'sample')
     """
 
     def matrices(self, module: nn.Module) -> list[MatrixSpec]:

@@ -21,7 +21,18 @@ KINDS = ("rows", "turned", "column")
 
 @dataclass(frozen=True)
 class MatrixSpec:
-    """One matrix of a module: the names of its parameters, relative to the module, and how each lies in it."""
+    """One matrix of a module: the names of its parameters, relative to the module, and how each lies in it.
+
+    Attributes:
+        names: of the parameters that stand side by side.
+        kinds: how each lies: ``"rows"`` (dimension 0 is m), ``"turned"`` (dimension 1 is m) or ``"column"`` (a bias, a
+            vector).
+        groups: of a grouped convolution, each a matrix of its own.
+
+    Examples:
+        >>> ngplus.layers.MatrixSpec(("weight", "bias")).kinds
+        ('rows', 'column')
+    """
 
     names: tuple[str, ...]
     kinds: tuple[str, ...] = ("rows", "column")
@@ -29,7 +40,14 @@ class MatrixSpec:
 
 
 class Layout:
-    """Takes the tensors of a matrix's parameters, or of their gradients, to [groups, m, n] and back."""
+    """Takes the tensors of a matrix's parameters, or of their gradients, to [groups, m, n] and back.
+
+    Examples:
+        >>> layer = nn.Linear(3, 2)
+        >>> layout = ngplus.layers.Layout([layer.weight.shape, layer.bias.shape], ["rows", "column"])
+        >>> tuple(layout.join([layer.weight, layer.bias]).shape)
+        (1, 2, 4)
+    """
 
     def __init__(self, shapes: Sequence[torch.Size], kinds: Sequence[str], groups: int = 1) -> None:
         self.shapes, self.kinds, self.groups = tuple(shapes), tuple(kinds), groups
@@ -53,6 +71,7 @@ class Layout:
         ]
 
     def columns(self, part: int) -> range:
+        """The columns of the matrix that hold that part."""
         start = sum(self.widths[:part])
         return range(start, start + self.widths[part])
 

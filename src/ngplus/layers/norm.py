@@ -14,7 +14,27 @@ from ngplus.layers.rule import Batch, LayerRule, register_layer
 
 
 class NormRule(LayerRule):
-    """y = scale * normalized + shift: G_i = [sum_p g_ip * normalized_ip, sum_p g_ip]."""
+    """y = scale * normalized + shift: G_i = [sum_p g_ip * normalized_ip, sum_p g_ip].
+
+    A norm layer of your own gives ``normalized`` and ``by_feature``:
+
+    Examples:
+        >>> class Centred(nn.Module):
+        ...     def __init__(self, features):
+        ...         super().__init__()
+        ...         self.weight = nn.Parameter(torch.ones(features))
+        ...         self.bias = nn.Parameter(torch.zeros(features))
+        ...     def forward(self, x):
+        ...         return (x - x.mean(-1, keepdim=True)) * self.weight + self.bias
+        >>> @ngplus.register_layer(Centred)
+        ... class CentredRule(ngplus.layers.NormRule):
+        ...     def normalized(self, module, x):
+        ...         return x - x.mean(-1, keepdim=True)
+        ...     def by_feature(self, module, x, batch):
+        ...         return batch.fold(x)
+        >>> ngplus.NGPlus(Centred(5)).plan()[0].shape
+        (5, 2)
+    """
 
     bias_needs_input = False
 
@@ -48,6 +68,13 @@ class NormRule(LayerRule):
 
 @register_layer(nn.LayerNorm)
 class LayerNormRule(NormRule):
+    """The features are all that is normalized over: (features, 2).
+
+    Examples:
+        >>> ngplus.NGPlus(nn.LayerNorm(8)).plan()[0].shape
+        (8, 2)
+    """
+
     def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
         assert isinstance(module, nn.LayerNorm)
         return F.layer_norm(x, module.normalized_shape, eps=module.eps)
@@ -59,6 +86,13 @@ class LayerNormRule(NormRule):
 
 @register_layer(nn.RMSNorm)
 class RMSNormRule(LayerNormRule):
+    """A scale and no shift: (features, 1).
+
+    Examples:
+        >>> ngplus.NGPlus(nn.RMSNorm(8)).plan()[0].shape
+        (8, 1)
+    """
+
     def matrices(self, module: nn.Module) -> list[MatrixSpec]:
         return [MatrixSpec(("weight",), ("column",))]
 
@@ -77,6 +111,13 @@ class _ChannelNormRule(NormRule):
 
 @register_layer(nn.GroupNorm)
 class GroupNormRule(_ChannelNormRule):
+    """Scale and shift of the channels: (channels, 2).
+
+    Examples:
+        >>> ngplus.NGPlus(nn.GroupNorm(2, 6)).plan()[0].shape
+        (6, 2)
+    """
+
     def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
         assert isinstance(module, nn.GroupNorm)
         return F.group_norm(x, module.num_groups, eps=module.eps)
@@ -87,6 +128,10 @@ class BatchNormRule(_ChannelNormRule):
     """Each sample's share of the gradient; the statistics tie the samples together, as they do in the loss.
 
     The normalized input is never written out: sum_p g (x - mean) / std = (sum_p g x - mean sum_p g) / std.
+
+    Examples:
+        >>> ngplus.NGPlus(nn.BatchNorm2d(6)).plan()[0].shape
+        (6, 2)
     """
 
     def factors(
@@ -129,6 +174,13 @@ def _mean_and_variance(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @register_layer(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 class InstanceNormRule(_ChannelNormRule):
+    """Scale and shift of the channels, where the layer has them: (channels, 2).
+
+    Examples:
+        >>> ngplus.NGPlus(nn.InstanceNorm2d(6, affine=True)).plan()[0].shape
+        (6, 2)
+    """
+
     def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
         assert isinstance(module, _InstanceNorm)
         if module.training or module.running_mean is None:

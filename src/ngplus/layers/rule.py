@@ -18,13 +18,27 @@ from ngplus.layers.matrix import MatrixSpec
 
 
 class NotPerSample(Exception):
-    """Raised by a rule for a call whose per-sample gradients it cannot give; mini-batch curvature takes their place."""
+    """Raised by a rule for a call whose per-sample gradients it cannot give; mini-batch curvature takes their place.
+
+    Examples:
+        >>> class Picky(ngplus.layers.LinearRule):
+        ...     def factors(self, module, inputs, grad, active, batch):
+        ...         if grad.dim() > 2:
+        ...             raise ngplus.layers.NotPerSample("sequences are not supported")
+        ...         return super().factors(module, inputs, grad, active, batch)
+    """
 
 
 @dataclass(frozen=True)
 class Batch:
     """Where a layer's samples are: the dimension ``dim`` (None: the layer has no batch dimension), ``size`` the number
-    of samples that the model was called with, where that is known."""
+    of samples that the model was called with, where that is known.
+
+    Examples:
+        >>> batch = ngplus.layers.Batch(dim=1)
+        >>> tuple(batch.fold(torch.zeros(7, 4, 5)).shape)  # time first: 4 samples of 7 positions with 5 features
+        (4, 7, 5)
+    """
 
     dim: int | None = 0
     size: int | None = None
@@ -50,7 +64,26 @@ class Batch:
 
 
 class LayerRule:
-    """The base of all rules. A rule for a layer with one matrix overrides ``matrices`` and ``factors``."""
+    """The base of all rules. A rule for a layer with one matrix overrides ``matrices`` and ``factors``.
+
+    Examples:
+        A rule for a layer y = 2 x M:
+
+        >>> class Doubled(nn.Module):
+        ...     def __init__(self, inputs, outputs):
+        ...         super().__init__()
+        ...         self.matrix = nn.Parameter(torch.randn(inputs, outputs))
+        ...     def forward(self, x):
+        ...         return 2 * x @ self.matrix
+        >>> @ngplus.register_layer(Doubled)
+        ... class DoubledRule(ngplus.layers.LayerRule):
+        ...     def matrices(self, module):
+        ...         return [ngplus.layers.MatrixSpec(("matrix",), ("turned",))]
+        ...     def factors(self, module, inputs, grad, active, batch):
+        ...         return ngplus.layers.linear_factors(2 * inputs[0], grad, active, batch)
+        >>> ngplus.NGPlus(Doubled(3, 2)).plan()["matrix"].source
+        'sample'
+    """
 
     #: Does the rule speak for the parameters of the module's children, too?
     claims_children = False
@@ -90,9 +123,23 @@ class LayerRule:
 
 
 class Watcher:
-    """What capture gives to a rule: whether to record now, and where to put it. See :mod:`ngplus.capture`."""
+    """What capture gives to a rule's ``watch``: whether to record now, and where to put it.
+
+    Examples:
+        A rule for a module whose output is a tuple, its first element the result:
+
+        >>> class FirstOutput(ngplus.layers.LinearRule):
+        ...     def watch(self, module, watcher):
+        ...         def build(inputs, grad, active, batch):
+        ...             return self.factors(module, inputs, grad, active, batch)
+        ...         def look(module, args, output):
+        ...             if watcher.recording(0):
+        ...                 watcher.record(0, output[0], (args[0],), build)
+        ...         return [module.register_forward_hook(watcher.hook(look))]
+    """
 
     def forward_hook(self, matrix: int) -> Callable[..., Any]:
+        """The usual forward hook for the module's matrix of that number."""
         raise NotImplementedError
 
     def hook(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,6 +147,7 @@ class Watcher:
         raise NotImplementedError
 
     def recording(self, matrix: int) -> bool:
+        """Is this call one that a refresh needs?"""
         raise NotImplementedError
 
     def refuse(self, matrix: int, reason: str) -> None:
@@ -113,6 +161,7 @@ class Watcher:
         inputs: tuple[Tensor | None, ...],
         build: Callable[[tuple[Tensor | None, ...], Tensor, tuple[bool, ...], Batch], Factors],
     ) -> None:
+        """When the gradient of ``output`` arrives, ``build(inputs, gradient, active, batch)`` makes the factors."""
         raise NotImplementedError
 
 
@@ -122,13 +171,18 @@ R = TypeVar("R", bound=type[LayerRule])
 
 
 def register_layer(*types: type[nn.Module] | str) -> Callable[[R], R]:
-    """Registers a :class:`LayerRule` for module types, given as classes or, for optional libraries, by dotted name.
+    """Registers a ``LayerRule`` for module types, given as classes or, for optional libraries, by dotted name.
 
-    A rule serves subclasses, too, and the nearest class wins. Registering again replaces the rule::
+    A rule serves subclasses, too, and the nearest class wins. Registering again replaces the rule.
 
-        @ngplus.register_layer(MyLinear)
-        class MyLinearRule(ngplus.layers.LinearRule):
-            ...
+    Examples:
+        >>> class Mixing(nn.Linear):
+        ...     pass
+        >>> @ngplus.register_layer(Mixing, "package.module.Mixing")
+        ... class MixingRule(ngplus.layers.LinearRule):
+        ...     pass
+        >>> type(ngplus.layers.rule_for(Mixing(3, 2))).__name__
+        'MixingRule'
     """
 
     def register(rule: R) -> R:
@@ -141,7 +195,14 @@ def register_layer(*types: type[nn.Module] | str) -> Callable[[R], R]:
 
 
 def rule_for(module: nn.Module) -> LayerRule | None:
-    """The rule of the nearest registered class that the module is an instance of."""
+    """The rule of the nearest registered class that the module is an instance of.
+
+    Examples:
+        >>> type(ngplus.layers.rule_for(nn.Linear(3, 2))).__name__
+        'LinearRule'
+        >>> ngplus.layers.rule_for(nn.LSTM(3, 2)) is None
+        True
+    """
     for cls in type(module).__mro__:
         if cls in _RULES:
             return _RULES[cls]

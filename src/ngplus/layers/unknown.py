@@ -21,7 +21,18 @@ from ngplus.layers.rule import Batch, LayerRule, NotPerSample, Watcher
 
 
 class UnknownModuleRule(LayerRule):
-    """A ``weight...`` joins the ``bias...`` of the same name; every other parameter is a matrix of its own."""
+    """A ``weight...`` joins the ``bias...`` of the same name; every other parameter is a matrix of its own.
+
+    Examples:
+        >>> class Scale(nn.Module):  # nothing is registered for it
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.weight = nn.Parameter(torch.ones(3))
+        ...     def forward(self, x):
+        ...         return x * self.weight
+        >>> ngplus.NGPlus(Scale()).plan()["weight"].source
+        'vmap'
+    """
 
     def matrices(self, module: nn.Module) -> list[MatrixSpec]:
         shapes = {name: p.shape for name, p in module._parameters.items() if p is not None}

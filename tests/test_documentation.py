@@ -1,0 +1,137 @@
+"""What the documentation shows runs: the examples of all public names, the Python blocks of the pages, the site.
+
+A page's Python blocks run in order in one namespace that begins with what a reader has (``READER``). A block after
+``<!-- not run: reason -->`` is left out; a block of text after ``<!-- output -->`` is what the block before it prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib.util
+import inspect
+import io
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ngplus
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")])
+FENCE = re.compile(r"(?:<!-- *(?P<mark>not run: .+?|output) *-->\n+)?^(?P<indent> *)```(?P<kind>\w*).*?\n(?P<body>.*?)^ *```", re.M | re.S)  # noqa: E501  # fmt: skip
+
+
+def public_objects() -> Iterator[tuple[str, Any]]:
+    """Every public class and function, by the name that a user writes."""
+    rooms = {
+        "ngplus": ngplus, "ngplus.layers": ngplus.layers, "ngplus.schedules": ngplus.schedules,
+        "ngplus.baselines": ngplus.baselines, "ngplus.online": ngplus.online,
+    }  # fmt: skip
+    for place, module in rooms.items():
+        for name in module.__all__:
+            found = getattr(module, name)
+            if not inspect.ismodule(found):
+                yield f"{place}.{name}", found
+
+
+OBJECTS = dict(public_objects())
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """Examples register rules and draw random numbers; the next test sees none of it."""
+    kept = dict(ngplus.layers.rule._RULES)
+    torch.manual_seed(0)
+    yield
+    ngplus.layers.rule._RULES.clear()
+    ngplus.layers.rule._RULES.update(kept)
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_every_public_name_has_an_example_that_runs(name: str) -> None:
+    names = {"ngplus": ngplus, "torch": torch, "nn": nn, **vars(sys.modules[OBJECTS[name].__module__])}
+    tests = doctest.DocTestFinder(exclude_empty=True).find(OBJECTS[name], name, globs=names)
+    own = next(test for test in tests if test.name == name)
+    assert own.examples, f"{name} has no example"
+    for test in tests:
+        said = io.StringIO()
+        failed, _ = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=said.write)
+        assert not failed, said.getvalue()
+
+
+def blocks(page: Path) -> list[tuple[str, int, str, str]]:
+    """Kind, line, mark and text of each fenced block of a page."""
+    text = page.read_text()
+    found = []
+    for match in FENCE.finditer(text):
+        indent = len(match["indent"])
+        body = "\n".join(line[indent:] for line in match["body"].splitlines())
+        found.append((match["kind"], text.count("\n", 0, match.start("body")) + 1, match["mark"] or "", body))
+    return found
+
+
+def reader() -> dict[str, Any]:
+    """What a reader of a page has before the first block."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    loader = [(torch.randn(16, 8), torch.randint(4, (16,))) for _ in range(2)]
+    x, y = loader[0]
+    return {
+        "__name__": "__page__", "ngplus": ngplus, "torch": torch, "nn": nn, "model": model, "loader": loader, "x": x,
+        "y": y, "loss_fn": nn.CrossEntropyLoss(),
+    }  # fmt: skip
+
+
+PYTHON_PAGES = [page for page in PAGES if any(kind == "python" for kind, *_ in blocks(page))]
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names, said = reader(), ""
+    for kind, line, mark, body in blocks(page):
+        if kind == "python" and not mark.startswith("not run"):
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+                exec(compile("\n" * line + body, str(page), "exec"), names)
+            said = printed.getvalue()
+        elif mark == "output":
+            assert said.strip() == body.strip(), f"{page.name}, line {line}: the page shows something else"
+
+
+def test_pages_link_to_what_is_there() -> None:
+    """The files and folders that pages name in links; mkdocs checks those inside docs/ again, with their anchors."""
+    missing = []
+    for page in PAGES:
+        text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.M | re.S)
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)|(?:src|srcset)=\"([^\"]+)\"", text):
+            target = target[0] or target[1]
+            if not re.match(r"[a-z]+:", target) and not (page.parent / target).exists():
+                missing.append(f"{page.relative_to(ROOT)}: {target}")
+    assert not missing, missing
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra ngplus[docs]")
+def test_the_site_builds_strictly_and_fetches_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 15
+    for page in pages:
+        html = page.read_text()
+        fetched = re.findall(r"<(?:script|img|iframe)[^>]+src=\"?(https?:[^\" >]+)", html)
+        fetched += re.findall(r"<link[^>]+rel=\"?(?:stylesheet|preconnect)[^>]+href=\"?(https?:[^\" >]+)", html)
+        assert not fetched, f"{page.name} fetches {fetched}"
