@@ -46,6 +46,14 @@ class Late:
     def outer(self, samples: Tensor | slice, left: Tensor) -> Tensor:
         return self.take(samples).to(left.dtype).mT @ left
 
+    def gram(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
+        taken = self.take(samples).to(dtype)
+        return taken @ taken.mT
+
+    @property
+    def gram_cost(self) -> float:
+        return float(self.shape[2] ** 2 * self.shape[3])
+
 
 # Each builder makes factors and, by plain loops that share no code with the package, their gradients
 # [groups, samples, m, n].
@@ -569,3 +577,20 @@ def test_gram_and_rank_one_never_form_a_gradient(kappa: int) -> None:
         with Largest() as largest:
             gfim_sum(sized(positions, m, n, samples), "left", Cut.of(1, m, None), dtype=torch.float64)
         assert largest.bytes < 8 * samples * m * n / 2
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("size", [255, 256, 300, 515, 1030])
+def test_large_products_are_made_by_their_lower_triangle(size: int, side: str) -> None:
+    """Only panels of rows up to their diagonal blocks are multiplied, then mirrored: the whole matrix all the same."""
+    curved = torch.randn(1, 7, 1, size, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
+    other = torch.randn(1, 7, 1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    factors = Outer(curved, other) if side == "left" else Outer(other, curved)
+    gradients = factors.gradients(slice(None), torch.float64)[0]
+    wanted = (gradients @ gradients.mT if side == "left" else gradients.mT @ gradients).sum(0)
+    cut = Cut.of(1, size, None)
+    with FlopCounterMode(display=False) as counter:
+        (made,) = gfim_sum(factors, side, cut, chunk_bytes=4 * size * 8, dtype=torch.float64)
+    torch.testing.assert_close(made[0], wanted)
+    if size > 500:
+        assert 0.5 < counter.get_total_flops() / (2 * 7 * size * size) < 0.75

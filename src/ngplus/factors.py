@@ -38,6 +38,13 @@ class Lazy(Protocol):
     def outer(self, samples: Tensor | slice, left: Tensor) -> Tensor:
         """sum_p r_ip l_ip^T, [groups, samples, n, m], by whatever way is best."""
 
+    def gram(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
+        """r_ip . r_iq, [groups, samples, positions, positions], by whatever way is best."""
+
+    @property
+    def gram_cost(self) -> float:
+        """Multiplications of ``gram`` a sample."""
+
 
 Factor = Tensor | Lazy
 
@@ -161,6 +168,9 @@ class Outer(Factors):
             tall = (tall if side == "left" else tall.mT).flatten(1, 2)
             return tall, tall
         curved = self._curved(side, samples, dtype)
+        if form == "gram" and sketch is None and side == "left" and not isinstance(self.right, Tensor):
+            gram = self.right.gram(samples, dtype)
+            return curved.flatten(1, 2), ((gram + 1.0 if self.ones else gram) @ curved).flatten(1, 2)
         other, ones = self._other(side, samples, sketch, dtype)
         if form == "rank-one":
             weight = other.square().sum(-1, keepdim=True) + float(ones)
@@ -187,12 +197,10 @@ class Outer(Factors):
 
     def costs(self, side: str, other: int, block: int) -> dict[str, float]:
         d, _ = self.curved_and_other(side)
-        kappa = self.positions
-        costs = {
-            "gram": float(kappa * kappa * (d + other) + kappa * d * block),
-            "explicit": float(kappa * d * other + d * other * block),
-        }
-        return {"rank-one": float(other + d * block), **costs} if kappa == 1 else costs
+        gram = None
+        if side == "left" and other == self.cols and not isinstance(self.right, Tensor):
+            gram = self.right.gram_cost
+        return outer_costs(self.positions, d, other, block, gram)
 
     def rank(self, side: str) -> int:
         return self.samples * min(self.positions, self.curved_and_other(side)[1])
@@ -202,6 +210,15 @@ class Outer(Factors):
         taken = self.positions * (self.rows + self.cols)  # patches, casts and the column of ones make copies
         work = d * other if form == "explicit" else self.positions * (self.positions + 2 * d)
         return self.groups * max(taken, work)
+
+
+def outer_costs(kappa: int, d: int, other: int, block: int, gram: float | None = None) -> dict[str, float]:
+    """Multiplications a sample of each form of ``Outer``; ``gram``: of the inner products, where they cost less."""
+    costs = {
+        "gram": (kappa * kappa * other if gram is None else gram) + float(kappa * kappa * d + kappa * d * block),
+        "explicit": float(kappa * d * other + d * other * block),
+    }
+    return {"rank-one": float(other + d * block), **costs} if kappa == 1 else costs
 
 
 @dataclass

@@ -70,10 +70,11 @@ def gfim_sum(
         y, z = factors.pair(side, form, piece, omega, dtype)
         ys, zs = cut.split(y.mT), cut.split(z.mT)
         if not total:
-            total = [a @ b.mT for a, b in zip(ys, zs, strict=True)]
-        else:
-            for acc, a, b in zip(total, ys, zs, strict=True):
-                acc.baddbmm_(a, b.mT)
+            total = [a.new_zeros(len(a), a.shape[1], a.shape[1]) for a in ys]
+        for acc, a, b in zip(total, ys, zs, strict=True):
+            _add_lower(acc, a, b)
+    for acc in total:
+        _mirror(acc)
     return total
 
 
@@ -82,6 +83,30 @@ def gfim_root(
 ) -> list[Tensor]:
     """U with U U^T = sum_i G_i G_i^T (left) or sum_i G_i^T G_i (right), [blocks, p, r] for each stack of ``cut``."""
     return cut.split(factors.root(side, slice(None) if samples is None else samples, dtype))
+
+
+def _panel(d: int) -> int:
+    """Rows that are worked on together where only the lower triangle is made; d for small matrices, made as a whole."""
+    return d if d < 256 else min(256, -(-d // 256) * 64)
+
+
+def _add_lower(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b^T, of which, since it is symmetric, only the panels of rows up to their diagonal blocks are made."""
+    d = total.shape[-1]
+    panel = _panel(d)
+    for start in range(0, d, panel):
+        end = min(d, start + panel)
+        rows = total[:, start:end, :end]
+        torch.baddbmm(rows, a[:, start:end], b[:, :end].mT, out=rows)
+
+
+def _mirror(total: Tensor) -> None:
+    """Fills the upper panels that ``_add_lower`` has left out."""
+    d = total.shape[-1]
+    panel = _panel(d)
+    for start in range(panel, d, panel):
+        end = min(d, start + panel)
+        total[:, :start, start:end] = total[:, start:end, :start].mT
 
 
 def _skips_sketch(factors: Factors, side: str) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from ngplus.blocks import Cut
-from ngplus.factors import Outer
+from ngplus.factors import outer_costs
 from ngplus.matrices import ParameterMatrix
 from ngplus.sketch import SketchSpec
 
@@ -222,7 +222,7 @@ def _row(
     elif samples:
         part = group["samples"]
         used = samples if part is None else min(samples, round(part * samples) if isinstance(part, float) else part)
-        stand_in = _costs(matrix, side, samples, kappa, short, cut.size)
+        stand_in = outer_costs(kappa, cut.d, short, cut.size)  # the cost model of dense factors
         form = form or min(stand_in, key=lambda name: stand_in[name])
         refresh += int(2 * used * matrix.groups * stand_in.get(form, min(stand_in.values())))
     kept = sum(
@@ -251,14 +251,6 @@ def _row(
 def _sketch_rows(group: dict[str, Any], cut: Cut, rank: int) -> int:
     spec = SketchSpec.parse(group["sketch"])
     return min(cut.size, 2 * rank) if spec is None else spec.size
-
-
-def _costs(matrix: ParameterMatrix, side: str, samples: int, kappa: int, other: int, block: int) -> dict[str, float]:
-    """The cost model of dense factors of that many positions."""
-    rows, cols = matrix.layout.rows, matrix.layout.cols
-    shape = Outer.__new__(Outer)
-    shape.groups, shape.samples, shape.positions, shape.rows, shape.cols = matrix.groups, samples, kappa, rows, cols
-    return shape.costs(side, other, block)
 
 
 def _amount(number: float, unit: str, base: int = 1000) -> str:

@@ -15,6 +15,8 @@ from ngplus.factors import Factors, Outer
 from ngplus.layers.matrix import MatrixSpec
 from ngplus.layers.rule import Batch, LayerRule, register_layer
 
+FEW_CHANNELS = 8  # below this, unfolding is cheaper than a product for each place of the kernel
+
 
 class Patches:
     """The unfolded input of a convolution, [groups, samples, positions, in/groups * kernel], made for few samples at a
@@ -47,12 +49,54 @@ class Patches:
         order = (2, 0, 1, *range(4, 4 + n), 3, *range(4 + n, 4 + 2 * n))
         return x.permute(order).reshape(self.shape[0], len(x), self.shape[2], self.shape[3])
 
+    @property
+    def gram_cost(self) -> float:
+        """Multiplications of ``gram`` a sample; an addition to a Gram matrix takes the time of about eight of them."""
+        pixels, places, inputs = _prod(self._x.shape[4:]), _prod(self._kernel), self._x.shape[3]
+        if not self._by_pixels:
+            return float(self.shape[2] ** 2 * self.shape[3])
+        return float(pixels**2 * (inputs + 8 * places))
+
+    @property
+    def _by_pixels(self) -> bool:
+        return _prod(self._kernel) > 1 and _prod(self._stride) == 1 and self._x.shape[1] == 1
+
+    def gram(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
+        """The inner products of the patches of each sample, [groups, samples, positions, positions].
+
+        A patch is the pixels around a position, so these are sums of the pixels' own inner products, over the places of
+        the kernel: K(p, q) = sum_o k(p + o, q + o).
+        """
+        if not self._by_pixels:
+            patches = self.take(samples).to(dtype)
+            return patches @ patches.mT
+        x = self._x[samples][:, 0].transpose(0, 1).to(dtype)  # [groups, samples, in, *size]
+        steps = [_prod(x.shape[i + 1 :]) for i in range(3, x.dim())]  # of the flat image
+        starts = [
+            sum(o * d * step for o, d, step in zip(place, self._dilation, steps, strict=True))
+            for place in itertools.product(*(range(k) for k in self._kernel))
+        ]
+        flat = x.flatten(3)
+        pixels = flat.mT @ flat
+        length = flat.shape[-1] - starts[-1]
+        # On the flat image an offset is one shift, for all pairs of pixels alike; those that are no positions of the
+        # output, such as where a row of the image ends, are left out afterwards.
+        wide = pixels[..., :length, :length].clone(memory_format=torch.contiguous_format)
+        for start in starts[1:]:
+            wide += pixels[..., start : start + length, start : start + length]
+        strides = [step * length for step in steps]
+        valid = wide.as_strided((*x.shape[:2], *self._out, *self._out), (*wide.stride()[:2], *strides, *steps))
+        return valid.reshape(*x.shape[:2], self.shape[2], self.shape[2])
+
     def outer(self, samples: Tensor | slice, left: Tensor) -> Tensor:
-        """sum_p patch_ip l_ip^T, [groups, samples, in/groups * kernel, m], without unfolding.
+        """sum_p patch_ip l_ip^T, [groups, samples, in/groups * kernel, m], without unfolding where there are channels
+        enough for products of their own.
 
         The gradients are set into rows as long as those of the input's grid; then the patches' entries at one place of
         the kernel are one slice of the flat input, and a product of two views. A stride cuts the input into phases.
         """
+        if self._x.shape[3] < FEW_CHANNELS:
+            return self.take(samples).to(left.dtype).mT @ left
         x, n = self._x[samples], len(self._kernel)
         count, rows, groups, inputs = x.shape[:4]
         x = x.flatten(0, 2)  # [samples * rows * groups, in/groups, *size]

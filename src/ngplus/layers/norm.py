@@ -154,13 +154,25 @@ class BatchNormRule(_ChannelNormRule):
             else:
                 assert module.running_var is not None
                 mean, var = module.running_mean, module.running_var
-            product = torch.linalg.vecdot(grads, rows)
+            product = _inner_products(grads, rows)
             columns.append((product - mean * shift) * (var + module.eps).rsqrt().to(grad.dtype))
         if active[-1]:
             columns.append(shift)
         samples = 1 if batch.dim is None else batch.count(len(grad))
         values = torch.stack(columns, dim=-1).unflatten(0, (samples, -1)).sum(1)
         return Rows(values[None])
+
+
+def _inner_products(x: Tensor, y: Tensor) -> Tensor:
+    """sum_p x y of each sample and channel, [batch, channels], of two tensors [batch, channels, positions].
+
+    On a CPU torch.linalg.vecdot writes the product out; matrix products of four samples with each other, of which the
+    diagonal is taken, do four times the arithmetic in a quarter of the time.
+    """
+    if x.device.type != "cpu" or x.shape[-1] < 128:
+        return torch.linalg.vecdot(x, y)
+    pieces = zip(x.transpose(0, 1).split(4, dim=1), y.transpose(0, 1).split(4, dim=1), strict=True)
+    return torch.cat([torch.bmm(a, b.mT).diagonal(dim1=1, dim2=2) for a, b in pieces], dim=1).mT
 
 
 def _mean_and_variance(x: Tensor) -> tuple[Tensor, Tensor]:

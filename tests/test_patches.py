@@ -1,0 +1,51 @@
+"""The patches of a convolution: inner and outer products without unfolding, against the unfolded input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ngplus.layers.conv import FEW_CHANNELS, Patches
+
+CASES = {
+    "plain": ((FEW_CHANNELS, 7, 6), (3, 3), (1, 1), (1, 1), 1),
+    "one dimension": ((FEW_CHANNELS, 11), (4,), (1,), (1,), 1),
+    "three dimensions": ((FEW_CHANNELS, 4, 5, 3), (2, 3, 1), (1, 1, 1), (1, 2, 1), 1),
+    "dilated": ((FEW_CHANNELS, 9, 8), (3, 2), (1, 1), (2, 3), 1),
+    "strided": ((FEW_CHANNELS, 9, 8), (3, 3), (2, 1), (1, 1), 1),
+    "stride beyond the kernel": ((FEW_CHANNELS, 9, 8), (1, 2), (3, 2), (1, 1), 1),
+    "groups": ((2 * FEW_CHANNELS, 6, 6), (3, 3), (1, 1), (1, 1), 2),
+    "few channels": ((2, 6, 7), (3, 3), (1, 1), (1, 1), 1),
+    "one by one": ((FEW_CHANNELS, 5, 5), (1, 1), (1, 1), (1, 1), 1),
+}
+
+
+def patches(case: str, rows: int = 1, samples: int = 3) -> Patches:
+    shape, kernel, stride, dilation, groups = CASES[case]
+    torch.manual_seed(0)
+    x = torch.randn(samples * rows, *shape, dtype=torch.float64)
+    return Patches(x, kernel, stride, dilation, groups, samples)
+
+
+@pytest.mark.parametrize("chosen", [slice(None), torch.tensor([2, 0])], ids=["all", "some"])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("case", list(CASES))
+def test_inner_products(case: str, rows: int, chosen: slice | torch.Tensor) -> None:
+    made = patches(case, rows)
+    unfolded = made.take(chosen)
+    torch.testing.assert_close(made.gram(chosen, torch.float64), unfolded @ unfolded.mT)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("case", list(CASES))
+def test_outer_products(case: str, rows: int) -> None:
+    made = patches(case, rows)
+    unfolded = made.take(slice(1, 3))
+    left = torch.randn(*unfolded.shape[:3], 5, dtype=torch.float64)
+    torch.testing.assert_close(made.outer(slice(1, 3), left), unfolded.mT @ left)
+
+
+def test_pixels_cost_less_than_patches_where_the_image_is_small() -> None:
+    x = torch.zeros(1, 256, 16, 16)
+    made = Patches(x, (3, 3), (1, 1), (1, 1), 1, 1)
+    assert made.gram_cost < made.shape[2] ** 2 * made.shape[3] / 3
