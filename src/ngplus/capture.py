@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
+from ngplus.compiled import CompiledCalls, uncompiled
 from ngplus.factors import Factors, join, widen
 from ngplus.layers import Batch, Watcher
 from ngplus.layers.rule import NotPerSample, no_mixed_precision
@@ -55,8 +56,11 @@ class _Hook:
         self.capture, self.function = capture, function
 
     def __call__(self, *args: Any) -> Any:
-        if self.function is None or self.capture is None or self.capture() is None:
+        capture = None if self.capture is None else self.capture()
+        if self.function is None or capture is None:
             return None
+        if torch.compiler.is_compiling():  # traced with the model: in the graph only where there is something to see
+            return capture.uncompiled(self.function, *args) if capture.listening() else None
         return self.function(*args)
 
     def __deepcopy__(self, memo: Any) -> _Hook:
@@ -128,6 +132,7 @@ class Capture:
         self._matrices = list({id(use.matrix): use.matrix for use in uses}.values())
         self.forward_seen = False
         self.in_eval = False  # record in eval mode, too: for study, never in training
+        self.armed = False  # is any matrix?
         self._depth = 0
         self._call: _Call | None = None
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
@@ -156,27 +161,32 @@ class Capture:
             model.register_forward_pre_hook(_Hook(this, before), with_kwargs=True, prepend=True),
             model.register_forward_hook(_Hook(this, after), always_call=True),
         ]
+        self.compiled_calls = CompiledCalls(
+            [model, *(use.module for use in uses)], this, lambda function: _Hook(this, function), self._handles
+        )
         self._finalizer = weakref.finalize(self, _remove, self._handles)
+        self.uncompiled = uncompiled()  # made here, since it cannot be made while a graph is traced
 
-    def run_eagerly(self, compiled: nn.Module) -> None:
-        """Calls of the compiled model run without compilation where a matrix is armed: hooks must see their tensors."""
-        this = weakref.ref(self)
-        stances: list[Any] = []
+    def look_for_compiled_calls(self) -> None:
+        """While a refresh is due: has a module been compiled in place?"""
+        model = self._model()
+        if self.armed and model is not None:
+            self.compiled_calls.add_compiled_in_place(model)
 
-        def before(module: nn.Module, args: Any) -> None:
-            capture = this()
-            eager = capture is not None and any(matrix.armed for matrix in capture._matrices)
-            stances.append(torch.compiler.set_stance("force_eager") if eager else None)
+    def note_armed(self) -> None:
+        """After matrices have been armed or disarmed."""
+        self.armed = any(matrix.armed for matrix in self._matrices)
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            stance = stances.pop() if stances else None
-            if stance is not None:
-                stance.__exit__(None, None, None)
+    def listening(self) -> bool:
+        """Would a call at this point be recorded?"""
+        model = self._model()
+        return self.armed and torch.is_grad_enabled() and model is not None and (model.training or self.in_eval)
 
-        self._handles += [
-            compiled.register_forward_pre_hook(_Hook(this, before)),
-            compiled.register_forward_hook(_Hook(this, after), always_call=True),
-        ]
+    def expects(self) -> bool:
+        """Before a compiled call: the look that the model's own hook, which is compiled with it, cannot take."""
+        if torch.is_grad_enabled() and self._depth == 0:
+            self._notice()
+        return self.listening()
 
     def remove(self) -> None:
         """Takes all hooks off the model."""
@@ -203,18 +213,24 @@ class Capture:
         self._depth += 1
         if self._depth > 1 or torch._C._current_graph_task_id() != -1:
             return
-        self.forward_seen = True
         self._task = -1
-        for matrix in self._matrices:
-            if matrix.update_layout():
-                matrix.armed = True
-        if self._on_forward is not None:
-            self._on_forward()
+        self._notice()
         self._call = self._new_call()
         self._sizes = Counter(size for size, _ in self._leading(inputs))
         # Until the output is known: the most common first dimension, of the tensor with the most dimensions.
         ranked = sorted(self._leading(inputs), key=lambda s: (-self._sizes[s[0]], -s[1]))
         self._call.batch_size = ranked[0][0] if ranked else None
+
+    def _notice(self) -> None:
+        """A training pass begins: parameters may have been frozen, thawed or cast since the last one."""
+        self.forward_seen = True
+        changed = [matrix for matrix in self._matrices if matrix.update_layout()]
+        for matrix in changed:
+            matrix.armed = True
+        if changed:
+            self.note_armed()
+        if self._on_forward is not None:
+            self._on_forward()
 
     def _after_forward(self, output: Any) -> None:
         if self._depth == 0 or not torch.is_grad_enabled() or _functional():
@@ -433,10 +449,6 @@ class _ModuleWatcher(Watcher):
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
             if not parameters.armed:  # the common case, first and cheap
                 return None
-            return watch(module, args, kwargs, output)
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def watch(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
             capture = self._capture()
             if capture is None or not capture.recording(parameters):
                 return None

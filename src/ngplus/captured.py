@@ -278,6 +278,8 @@ class CapturedOptimizer(Optimizer):
     def _arm(self) -> None:
         for matrix in self._matrices:
             matrix.armed = self._captures(self._group(matrix)) and matrix.source != "batch" and self._due(matrix)
+        if self._gathering is not None:
+            self._gathering.armed()
 
     def _warn_uncovered(self, uncovered: list[ParameterMatrix]) -> None:
         """One warning in an optimizer's life, with the names of all that has no per-sample curvature."""

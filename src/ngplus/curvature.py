@@ -207,7 +207,7 @@ def damping_of(group: Group, diagonals: Sequence[Tensor]) -> Tensor:
         damping, relative = RELATIVE_AUTO, True
     like = diagonals[0]
     if not relative:
-        return torch.as_tensor(damping, dtype=like.dtype, device=like.device)
+        return like.new_zeros(()) + damping  # no constant: a compiled step follows a schedule without recompilation
     mean = torch.cat([diagonal.flatten() for diagonal in diagonals]).mean()
     return (damping * mean).clamp_min(DAMPING_FLOOR)
 

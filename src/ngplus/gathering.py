@@ -45,7 +45,7 @@ class Gathering:
         before, after = _weakly(self._before_forward), _weakly(self._check_coverage)
         self._capture = Capture(model, uses, _weakly(self._gather), batch_dim, before, after)
         if compiled is not None:
-            self._capture.run_eagerly(compiled)
+            self._capture.compiled_calls.add_wrapper(compiled)
 
     def remove(self) -> None:
         if self._capture is not None:
@@ -79,11 +79,18 @@ class Gathering:
     def take(self, matrix: ParameterMatrix) -> Gathered | None:
         return self._gathered.pop(id(matrix), None)
 
+    def armed(self) -> None:
+        """After matrices have been armed for the next step."""
+        if self._capture is not None:
+            self._capture.note_armed()
+            self._capture.look_for_compiled_calls()
+
     def drop(self) -> None:
         """Forgets what was gathered, as when gradients are set to zero."""
         self._gathered.clear()
         if self._capture is not None:
             self._capture.discard()
+            self._capture.look_for_compiled_calls()
 
     def forget(self) -> None:
         """After the step: the next one begins."""

@@ -22,6 +22,8 @@ def update_parameters(
     lr, decay = group["lr"], group["weight_decay"]
     if isinstance(lr, Tensor):
         lr = lr.reshape(())
+    elif torch.compiler.is_compiling():  # a number becomes a constant of the graph, and a schedule recompiles it
+        lr = torch.zeros(()) + lr
     params: list[Tensor] = []
     steps: list[Tensor] = []
     for param in group["params"]:
