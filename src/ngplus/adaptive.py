@@ -12,28 +12,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ngplus import solve
 from ngplus.curvature import Group, State, clear, read, write
 
 NOISE = 100.0  # a second moment below this many roundings of the layer's mean one is noise
 
 
-def turn_basis(state: State, matrices: list[Tensor], carry: bool) -> None:
-    """The new eigenbasis in the state, and the moments carried over to it."""
-    pairs = [solve.eigenbasis(m) for m in matrices]
+def carry_moments(state: State, new: Sequence[Tensor], carry: bool) -> None:
+    """Turns the moments in the state from the old basis into a new one, or drops them."""
     old = read(state, "basis")
-    new = [q for _, q in pairs]
-    if carry and old is not None and [o.shape for o in old] == [q.shape for q in new]:
-        old = [o.to(q) for o, q in zip(old, new, strict=True)]
-        change = [q.mT @ o for q, o in zip(new, old, strict=True)]
-        for key, turns in (("exp_avg", change), ("exp_avg_sq", [p.square() for p in change])):
-            moments = read(state, key)
-            if moments is not None:
-                write(state, key, [p @ m.to(p) for p, m in zip(turns, moments, strict=True)])
-    else:
+    if not carry or old is None or not _same_shapes(old, new):
         clear(state, "exp_avg", "exp_avg_sq")
-    write(state, "basis", new)
-    write(state, "spectrum", [w for w, _ in pairs])
+        return
+    change = [q.mT @ o.to(q) for q, o in zip(new, old, strict=True)]
+    for key, turns in (("exp_avg", change), ("exp_avg_sq", [p.square() for p in change])):
+        moments = read(state, key)
+        if moments is not None:
+            write(state, key, [p @ m.to(p) for p, m in zip(turns, moments, strict=True)])
 
 
 def steps(works: Sequence[tuple[State, list[Tensor]]], group: Group) -> list[list[Tensor]]:

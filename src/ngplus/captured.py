@@ -256,6 +256,10 @@ class CapturedOptimizer(Optimizer):
                 f"The curvature of {matrix.name!r} is not finite; the last good one stays in use", stacklevel=6
             )
 
+    @property
+    def _many_ranks(self) -> bool:
+        return self._ranks is not None or (self._gathering is not None and self._gathering.ranks is not None)
+
     def _group(self, matrix: ParameterMatrix) -> Group:
         """A matrix goes by the options of its first parameter's group."""
         return self._of_param[matrix.params[0]]

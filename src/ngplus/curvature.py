@@ -34,6 +34,7 @@ from ngplus.sketch import Sketch, SketchSpec
 
 State = dict[str, Any]
 Group = dict[str, Any]
+Solved = dict[str, Any]  # entries for a state, stacks still as lists
 
 RELATIVE_AUTO = 0.1  # damping="auto" is relative damping with this coefficient
 DAMPING_FLOOR = 1e-30  # relative damping of a zero matrix
@@ -217,25 +218,61 @@ def is_finite(fresh: Fresh) -> bool:
     return all(bool(t.isfinite().all()) for t in tensors or [])
 
 
-def invert(state: State, fresh: Fresh, group: Group, seed: int) -> None:
-    """Puts what the next steps apply into the state: an inverse, or Woodbury's pair."""
+def solved(fresh: Fresh, group: Group, seed: int) -> Solved:
+    """What the next steps apply: an inverse, Woodbury's pair, or the eigenbasis. Pure, and the costly part."""
+    if group["scaling"] == "adaptive":
+        pairs = [solve.eigenbasis(m) for m in fresh.dense()]
+        return {"basis": [q for _, q in pairs], "spectrum": [w for w, _ in pairs]}
     if fresh.roots is None:
         matrices = fresh.dense()
         damping = damping_of(group, [m.diagonal(dim1=-2, dim2=-1) for m in matrices])
-        state["damping"] = damping
-        clear(state, "factor", "core")
-        write(state, "inverse", [solve.dense_inverse(m, damping) for m in matrices])
-        return
+        return {"damping": damping, "inverse": [solve.dense_inverse(m, damping) for m in matrices]}
     damping = damping_of(group, [root.square().sum(-1) for root in fresh.roots])
-    state["damping"] = damping
-    clear(state, "inverse")
-    write(state, "factor", fresh.roots)
     if group["solver"] == "sketched":
-        state["sketch_seed"] = seed
         cores = [solve.sketched_core(root, damping, _sketch(group, root, seed)) for root in fresh.roots]
-    else:
-        cores = [solve.woodbury_core(root, damping) for root in fresh.roots]
-    write(state, "core", cores)
+        return {"damping": damping, "factor": fresh.roots, "core": cores, "sketch_seed": seed}
+    cores = [solve.woodbury_core(root, damping) for root in fresh.roots]
+    return {"damping": damping, "factor": fresh.roots, "core": cores}
+
+
+def install(state: State, new: Solved) -> None:
+    """Takes what was solved up into the state, in place of the old."""
+    clear(state, "inverse", "factor", "core")
+    for key, value in new.items():
+        if isinstance(value, list):
+            write(state, key, value)
+        else:
+            state[key] = value
+
+
+def drift(state: State, fresh: Fresh, group: Group) -> Tensor:
+    """How far the curvature has moved since the last refresh, from 0 (not at all) to about 1.
+
+    Adaptive scaling: the part of |L|^2 that lies off the diagonal in the old basis. Inverse: how far the old inverse is
+    from inverting the new matrix on its own columns, |(lambda I + L) (lambda I + L_old)^-1 X - X| / |X| with X = L, or
+    X = U where L = U U^T.
+    """
+    if group["scaling"] == "adaptive":
+        turned = [q.mT @ m @ q for q, m in zip(read(state, "basis") or [], fresh.dense(), strict=True)]
+        whole = _energy(turned)
+        return 1 - _energy([t.diagonal(dim1=-2, dim2=-1) for t in turned]) / whole.clamp_min(_tiny(whole))
+    columns = fresh.matrices if fresh.matrices is not None else fresh.roots
+    assert columns is not None
+    solutions = apply(state, columns, group)
+    products = [
+        m @ y if fresh.matrices is not None else m @ (m.mT @ y) for m, y in zip(columns, solutions, strict=True)
+    ]
+    rest = [state["damping"] * y + p - x for y, p, x in zip(solutions, products, columns, strict=True)]
+    whole = _energy(columns)
+    return (_energy(rest) / whole.clamp_min(_tiny(whole))).sqrt()
+
+
+def _energy(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([t.square().sum() for t in tensors]).sum()
+
+
+def _tiny(like: Tensor) -> float:
+    return torch.finfo(like.dtype).tiny
 
 
 def _sketch(group: Group, root: Tensor, seed: int) -> Sketch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +13,17 @@ from torch.optim.optimizer import ParamsT
 
 from ngplus import adaptive
 from ngplus import curvature as curvatures
+from ngplus.background import Background
 from ngplus.capture import BatchDims
 from ngplus.captured import CapturedOptimizer, Direction, Work
-from ngplus.curvature import Fresh, Gathered, Group, State
+from ngplus.curvature import Fresh, Gathered, Group, Solved, State
 from ngplus.gathering import seed_of
 from ngplus.gradients import captured_scale
 from ngplus.matrices import ParameterMatrix, Use
 from ngplus.plan import Plan, plan_of
 from ngplus.update import graft_length, with_length
+
+LONGEST = 16  # with drift, no layer waits longer than this many times T
 
 
 class Curvature(NamedTuple):
@@ -87,6 +91,10 @@ class NGPlus(CapturedOptimizer):
             momentum is a moving average, so that it keeps that length.
         loss_reduction: ``"mean"``, the loss is an average over the batch or its tokens, or ``"sum"``.
         batch_dim: the dimension of the samples, for the whole model or by module name; None for a module without one.
+        background: True makes the inverses and eigenbases of a refresh in the background, and takes them up when they
+            are ready; a number k, exactly k steps later, so that every run is the same. On several ranks True is 1.
+        drift: where given, a layer's refreshes come further apart as long as its curvature moves less than this from
+            one to the next (0.1: a tenth of it), up to 16 times ``update_every``, never closer than that.
         seed: of the sub-samples and sketches.
         process_group: the ranks that train the model together and average its gradients; of a DistributedDataParallel
             model its own.
@@ -119,6 +127,8 @@ class NGPlus(CapturedOptimizer):
         graft: str | None = None,
         loss_reduction: str = "mean",
         batch_dim: BatchDims = 0,
+        background: bool | int = False,
+        drift: float | None = None,
         seed: int = 0,
         maximize: bool = False,
         process_group: ProcessGroup | None = None,
@@ -145,6 +155,8 @@ class NGPlus(CapturedOptimizer):
             "sketch": sketch if not isinstance(sketch, Mapping) else dict(sketch),
             "graft": graft,
             "loss_reduction": loss_reduction,
+            "background": background,
+            "drift": drift,
             "seed": seed,
             "maximize": maximize,
         }
@@ -155,12 +167,15 @@ class NGPlus(CapturedOptimizer):
 
     def _bound(self, uses: list[Use]) -> None:
         self._held: dict[int, Fresh] = {}  # L of this step's refresh, for curvature() until the next step
+        self._drifts: dict[int, Tensor] = {}  # how far the curvature had moved at this step's refresh
+        self._background = Background()
 
     def _directions(self) -> dict[nn.Parameter, Tensor] | None:
         self._held.clear()
         return super()._directions()
 
     def _observe(self, work: Work) -> None:
+        self._take_up_solved(work)
         if work.group["curvature"] == "batch":
             fresh = curvatures.mini_batch(work.matrix, work.gradient, work.group, seed_of(work.group))
             curvatures.online(work.state, fresh, work.group)
@@ -188,11 +203,61 @@ class NGPlus(CapturedOptimizer):
                 fresh = curvatures.average(state, fresh, group)
             else:
                 self._held[id(matrix)] = fresh
-        if group["scaling"] == "adaptive":
-            adaptive.turn_basis(state, fresh.dense(), carry=group["step"] > 0)
+        fits = self._fits(matrix, group, state)
+        if group["drift"] is not None and fits:
+            self._drifts[id(matrix)] = curvatures.drift(state, fresh, group)
+        if group["background"] is not False and fits:
+            job = partial(curvatures.solved, fresh, dict(group), seed)
+            self._background.start(id(matrix), group["step"], matrix.params[0].device, job)
         else:
-            curvatures.invert(state, fresh, group, seed)
+            self._install(state, curvatures.solved(fresh, group, seed), group)
         return finite
+
+    def _take_up_solved(self, work: Work) -> None:
+        """What the background has solved for this matrix, if it is there and its time has come."""
+        delay: int | None = None if work.group["background"] is True else int(work.group["background"])
+        if self._due(work.matrix):
+            delay = 0  # the next refresh has come: what the last one brought is waited for
+        elif delay is None and self._many_ranks:
+            delay = 1  # ranks are not ready at the same moment, but all must take it up in the same step
+        new = self._background.take(id(work.matrix), work.group["step"], delay)
+        if new is not None:
+            self._install(work.state, new, work.group)
+
+    def _install(self, state: State, new: Solved, group: Group) -> None:
+        if "basis" in new:
+            adaptive.carry_moments(state, new["basis"], carry=group["step"] > 0)
+        curvatures.install(state, new)
+
+    def _due(self, matrix: ParameterMatrix) -> bool:
+        group, held = self._group(matrix), self.state.get(matrix.params[0], {})
+        if group["drift"] is None or "refresh_at" not in held:
+            return super()._due(matrix)
+        return group["step"] >= held["refresh_at"] or not self._fits(matrix, group, held)
+
+    def _advance(self) -> None:
+        self._schedule_refreshes()
+        super()._advance()
+
+    def _schedule_refreshes(self) -> None:
+        """With ``drift``: a layer whose curvature moved less (or more) than that since its last refresh waits up to
+        twice as long (or half as long) for the next one; never less than T steps, never more than 16 T."""
+        due = [m for m in self._matrices if self._group(m)["drift"] is not None and self._due(m)]
+        moved = [m for m in due if id(m) in self._drifts]
+        values = torch.stack([self._drifts[id(m)] for m in moved]).tolist() if moved else []
+        by_matrix = dict(zip(map(id, moved), values, strict=True))
+        for matrix in due:
+            group, state = self._group(matrix), self.state.get(matrix.params[0])
+            if not state:
+                continue
+            shortest = group["update_every"]
+            interval = state.get("refresh_interval", shortest)
+            if id(matrix) in by_matrix:
+                factor = min(2.0, max(0.5, group["drift"] / max(by_matrix[id(matrix)], 1e-12)))
+                interval = round(interval * factor)
+            interval = min(max(interval, shortest), LONGEST * shortest)
+            state.update(refresh_interval=interval, refresh_at=group["step"] + interval)
+        self._drifts.clear()
 
     def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
         cut = matrix.cut(matrix.side(group["side"]), group["block_size"])
@@ -277,7 +342,20 @@ class NGPlus(CapturedOptimizer):
         dense = curvatures.dense_curvature(state, matrix, group, self._held.get(id(matrix)))
         return Curvature(matrix.side(group["side"]), dense[0] if matrix.groups == 1 else dense)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch.optim. What the background is still at is waited for, and taken up first."""
+        self._settle()
+        return super().state_dict()
+
+    def _settle(self) -> None:
+        for matrix in self._matrices:
+            state, group = self.state.get(matrix.params[0]), self._group(matrix)
+            new = self._background.take(id(matrix), group["step"], 0)
+            if new is not None and state is not None:
+                self._install(state, new, group)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch.optim, but curvature keeps its own precision whatever the parameters' dtype."""
         self._held.clear()
+        self._background.drop()
         super().load_state_dict(state_dict)

@@ -40,6 +40,10 @@ def check(options: Mapping[str, Any]) -> None:
         if name == "block_size" and options[name] is None:
             continue
         _whole(name, options[name])
+    if not isinstance(options["background"], bool):
+        _whole("background", options["background"])
+    if options["drift"] is not None:
+        _number("drift", options["drift"], top=1.0)
     samples = options["samples"]
     if isinstance(samples, float):
         if not 0.0 < samples <= 1.0:
