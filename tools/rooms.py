@@ -33,7 +33,12 @@ ROOMS = (
     Room("solve", "L and lambda to an inverse", ("solve",), ("gfim",)),
     Room("layers", "a rule for each layer type", ("layers",), ("gfim",)),
     Room("capture", "the model's passes to factors", ("capture", "compiled", "matrices"), ("gfim", "layers")),
-    Room("curvature", "L, its average and inverse, as state", ("adaptive", "curvature"), ("gfim", "solve", "capture")),
+    Room(
+        "curvature",
+        "L, its average and inverse, as state",
+        ("adaptive", "background", "curvature"),
+        ("gfim", "solve", "capture"),
+    ),
     Room("sync", "what crosses ranks", ("sync",), ("gfim", "curvature")),
     Room(
         "optimizer",
