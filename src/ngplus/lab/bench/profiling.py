@@ -1,9 +1,9 @@
 """Where the time of a step goes: torch's profiler over a step without and one with a refresh, summed by parts.
 
-The profiler records the Python functions and torch's operations as nested intervals. The time in an interval that no
-inner one covers is its own. It belongs to the part of the nearest function around it that names one: inside of ngplus,
-the functions of the optimizer's frame below; else the phase of the training step. The recording itself makes Python
-slower, so small parts look larger than they are.
+The profiler records the Python functions and torch's operations as intervals. Each moment is the own time of the
+interval that began last, of those that have not ended. It belongs to the part of the nearest function around it that
+names one: inside of ngplus, the functions of the optimizer's frame below; else the phase of the training step. The
+recording itself makes Python slower, so small parts look larger than they are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -25,18 +25,21 @@ from ngplus.lab.bench.timing import Stopwatch
 from ngplus.lab.bench.training import ADAPTIVE, INVERSE, Contender
 from ngplus.lab.figures import common
 
-# Within the step: the functions of the frame that CapturedOptimizer calls for each method, by their part.
+# Within the step: the functions of the optimizer's frame, by their part.
 FRAME = {
-    "_refresh": "inverses",
-    "_direction": "directions",
-    "update_parameters": "update",
-    "check_finite": "checks",
     "_check": "checks",
+    "check_finite": "checks",
+    "_work": "gradients",
+    "_take_up": "inverses",
+    "_refresh": "inverses",
+    "_precondition": "directions",
+    "_by_parameter": "directions",
+    "update_parameters": "update",
     "_advance": "arming",
 }
 PARTS = (
-    "forward", "backward", "capture in forward", "capture products", "inverses", "directions", "update", "checks",
-    "arming", "step, other",
+    "forward", "backward", "capture in forward", "capture products", "checks", "gradients", "inverses", "directions",
+    "update", "arming", "step, other",
 )  # fmt: skip
 METHODS = {"inverse": ("ngplus-paper", INVERSE), "adaptive": ("ngplus", ADAPTIVE)}
 
@@ -47,6 +50,10 @@ class Share:
 
     seconds: float = 0.0
     operations: dict[str, float] = field(default_factory=dict)
+
+    def add(self, operation: str, seconds: float) -> None:
+        self.seconds += seconds
+        self.operations[operation] = self.operations.get(operation, 0.0) + seconds
 
 
 Shares = dict[str, Share]
@@ -110,69 +117,68 @@ def shares_of(events: Iterable[dict[str, Any]]) -> Shares:
     phases = [e for e in whole if str(e["name"]).startswith("bench:")]
     thread = {(e["pid"], e["tid"]) for e in phases}
     mine = [e for e in whole if (e["pid"], e["tid"]) in thread]
-    mine.sort(key=lambda e: (float(e["ts"]), -float(e["dur"])))
     shares = {part: Share() for part in PARTS}
-    stack: list[_Interval] = []
-    for event in mine:
-        start = float(event["ts"])
-        while stack and stack[-1].end <= start:
-            stack.pop().close(shares)
-        outer = stack[-1] if stack else None
-        interval = _Interval(event, outer)
-        if outer is not None:
-            outer.inner += min(interval.end, outer.end) - start
-        stack.append(interval)
-    while stack:
-        stack.pop().close(shares)
+    # Ends before beginnings at the same moment, and of those the longest first.
+    marks = [(float(e["ts"]), 1, -float(e["dur"]), i) for i, e in enumerate(mine)]
+    marks += [(float(e["ts"]) + float(e["dur"]), 0, 0.0, i) for i, e in enumerate(mine)]
+    # An annotation begins inside of the function that makes it and outlives it: what ends need not be the innermost.
+    stack: dict[int, Place] = {}
+    before = 0.0
+    for moment, begins, _, i in sorted(marks):
+        here = stack[next(reversed(stack))] if stack else OUTSIDE
+        if here.part is not None:
+            shares[here.part].add(here.operation, (moment - before) / 1e6)
+        before = moment
+        if begins:
+            stack[i] = here.enter(str(mine[i]["name"]), str(mine[i]["cat"]))
+        else:
+            stack.pop(i, None)  # one of no length has not begun
     return shares
 
 
-class _Interval:
-    def __init__(self, event: dict[str, Any], outer: _Interval | None) -> None:
-        self.start, self.length = float(event["ts"]), float(event["dur"])
-        self.end = self.start + self.length
-        self.inner = 0.0
-        name, kind = str(event["name"]), str(event["cat"])
-        self.phase: str | None = outer.phase if outer else None
-        self.operation: str | None = outer.operation if outer else None
-        self.part: str | None = outer.part if outer else None
-        if kind == "cpu_op":
-            self.operation = name
-        # A Python function's name is "path(line): function".
-        path, _, function = name.rpartition(": ") if kind == "python_function" else ("", "", "")
-        inside = "ngplus/" in path.replace("\\", "/") and "ngplus/lab/" not in path
-        if name.startswith("bench:"):
-            self.phase = name.removeprefix("bench:")
-            self.part = "step, other" if self.phase == "step" else self.phase
-        elif inside and self.phase == "step":
-            self.part = FRAME.get(function, self.part)
-        elif inside and self.phase is not None:
-            self.part = "capture in forward" if self.phase == "forward" else "capture products"
+class Place(NamedTuple):
+    """Where in the training step an interval is."""
 
-    def close(self, shares: Shares) -> None:
-        if self.part is None:
-            return
-        own = max(self.length - self.inner, 0.0) / 1e6
-        share = shares[self.part]
-        share.seconds += own
-        name = self.operation or "Python"
-        share.operations[name] = share.operations.get(name, 0.0) + own
+    phase: str | None
+    part: str | None
+    operation: str
+
+    def enter(self, name: str, kind: str) -> Place:
+        """The place of an interval that begins here."""
+        if name.startswith("bench:"):
+            phase = name.removeprefix("bench:")
+            return Place(phase, "step, other" if phase == "step" else phase, name)
+        if kind != "python_function":
+            return Place(self.phase, self.part, name if kind == "cpu_op" else self.operation)
+        path, colon, function = name.rpartition(": ")  # "path(line): function", or "<built-in method …>"
+        part = self.part
+        if "ngplus/" in path.replace("\\", "/") and "ngplus/lab/" not in path:
+            captures = {"forward": "capture in forward", "backward": "capture products"}
+            part = FRAME.get(function, part) if self.phase == "step" else captures.get(str(self.phase))
+        # A built-in is called from the function that matters; its name has an address in it.
+        return Place(self.phase, part, f"Python {function}" if colon else self.operation)
+
+
+OUTSIDE = Place(None, None, "")
 
 
 # ------------------------------------------------------------------------------------------------ to look at
 
 
 def _print(title: str, shares: dict[str, Shares], console: Console) -> None:
-    table = common.table(f"{title}: milliseconds by part", "part", *shares, "most of it in a refresh step")
+    """Milliseconds of each part, and below, what takes most of the larger parts that are NG+'s own."""
+    table = common.table(f"{title}: milliseconds by part", "part", *shares)
     for part in PARTS:
-        last = [found[part] for kind, found in shares.items() if "refresh" in kind]
-        busy = max(last, key=lambda share: share.seconds)
-        top = sorted(busy.operations.items(), key=lambda item: -item[1])[:3]
-        shown = ", ".join(f"{name.removeprefix('aten::')} {1000 * s:,.1f}" for name, s in top)
-        table.add_row(part, *(f"{1000 * found[part].seconds:,.1f}" for found in shares.values()), shown)
+        table.add_row(part, *(f"{1000 * found[part].seconds:,.1f}" for found in shares.values()))
     table.add_section()
-    table.add_row("all", *(f"{1000 * sum(s.seconds for s in found.values()):,.1f}" for found in shares.values()), "")
+    table.add_row("all", *(f"{1000 * sum(s.seconds for s in found.values()):,.1f}" for found in shares.values()))
     console.print(table)
+    for kind, found in shares.items():
+        own = sum(found[part].seconds for part in PARTS[2:])
+        for part in (part for part in PARTS[2:] if found[part].seconds > 0.05 * own):
+            top = sorted(found[part].operations.items(), key=lambda item: -item[1])[:5]
+            shown = ", ".join(f"{name.removeprefix('aten::')} {1000 * s:,.1f}" for name, s in top)
+            console.print(f"{kind}, {part}: {shown}", highlight=False, markup=False)
 
 
 def _draw(name: str, title: str, shares: dict[str, Shares], out: Path) -> list[Path]:
