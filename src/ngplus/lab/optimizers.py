@@ -316,7 +316,8 @@ RIVALS: dict[str, Rival] = {
             "SENG",
             "ngplus.baselines:SENG",
             _of_model,
-            {"lr": 0.1, "momentum": 0.9, "damping": 0.3, "update_every": 10},
+            # columns of U: SchNet has thousands of rows a batch, and U^T U is inverted
+            {"lr": 0.1, "momentum": 0.9, "damping": 0.3, "update_every": 10, "samples": 256},
             {"lr": _SGD_LR, "damping": _DAMPING},
         ),
         Rival(

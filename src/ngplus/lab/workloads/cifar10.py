@@ -135,21 +135,22 @@ class Cifar10(Workload):
     higher_is_better = True
     presets: ClassVar[Mapping[str, Preset]] = {
         "small": Preset(
-            steps=400,
+            steps=300,
             batch_size=64,
-            evaluate_every=40,
-            target=0.55,
+            evaluate_every=15,
+            warmup=10,
+            target=0.437,
             options={
                 "model": {
                     "stem_stride": 2,
-                    "embedding_size": 32,
-                    "hidden_sizes": [32, 64, 128],
+                    "embedding_size": 16,
+                    "hidden_sizes": [16, 32, 64],
                     "depths": [1, 1, 1],
                     "layer_type": "basic",
                     "downsample_in_first_stage": False,
                 },
                 "augment": False,
-                "test": 2000,
+                "test": 1000,
             },
         ),
         # The paper has no CIFAR-10; this is the usual ResNet-18 for 32 pixels with the usual length of training.

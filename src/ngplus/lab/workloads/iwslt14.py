@@ -10,7 +10,7 @@ from typing import ClassVar
 from ngplus.lab.workloads.base import Preset, Workload
 from ngplus.lab.workloads.files import Folder, folder
 from ngplus.lab.workloads.recipe import Recipe
-from ngplus.lab.workloads.translation import Pairs, TranslationTask, read_pair, tokenised
+from ngplus.lab.workloads.translation import Pairs, TranslationTask, open_task, read_pair
 
 HELP = """Get the German-English part of IWSLT14 (de-en.tgz, from https://wit3.fbk.eu/2014-01) and unpack it, so that
   DATA/iwslt14/train.tags.de-en.de, train.tags.de-en.en, IWSLT14.TED.tst2010.de-en.de.xml, ...
@@ -109,6 +109,4 @@ class Iwslt14(Workload):
 
     def open(self, preset: Preset, data: Path | None) -> TranslationTask:
         train, val, test, paths = read(folder(self.name, data, HELP))
-        keep = preset.options.get("validation", len(val[0]))
-        val = (val[0][:keep], val[1][:keep])
-        return TranslationTask(tokenised(train, val, test, paths, preset.options["vocabulary"]), preset)
+        return open_task(train, val, test, paths, preset)

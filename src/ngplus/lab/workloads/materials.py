@@ -89,9 +89,10 @@ class Materials(Workload):
     presets: ClassVar[Mapping[str, Preset]] = {
         "small": Preset(
             steps=500,
-            batch_size=32,
-            evaluate_every=50,
-            target=0.21,
+            batch_size=16,
+            evaluate_every=20,
+            warmup=10,
+            target=0.333,
             options={
                 "model": {
                     "hidden_channels": 32,
@@ -101,7 +102,7 @@ class Materials(Workload):
                     "cutoff": 5.0,
                 },
                 "train": 3_400,
-                "validation": 400,
+                "validation": 300,
             },
         ),
         # SchNetPack's model and batch; the paper names neither, and its set (69,000 crystals) is larger than this one.

@@ -94,6 +94,13 @@ class Sentences(NamedTuple):
         return Sentences(*(tensor.to(device) for tensor in self))
 
 
+def open_task(train: Pairs, val: Pairs, test: Pairs, paths: Sequence[Path], preset: Preset) -> TranslationTask:
+    """The task of these texts; the option ``validation`` keeps the first pairs of the validation set only."""
+    keep = preset.options.get("validation", len(val[0]))
+    val = (val[0][:keep], val[1][:keep])
+    return TranslationTask(tokenised(train, val, test, paths, preset.options["vocabulary"]), preset)
+
+
 def pad(sentences: Sequence[np.ndarray[Any, Any]], first: int | None = None) -> Tensor:
     """Sentences with their end marks, padded on the right; ``first`` stands before each in place of the end mark."""
     out = torch.full((len(sentences), max(map(len, sentences)) + 1), PAD, dtype=torch.long)
