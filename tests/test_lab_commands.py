@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from ngplus.lab import runs, training
 from ngplus.lab.cli import app
 
+CONFIG = runs.Config("digits", "small", "sgd", {}, 100, 100, 16, 10, 0.9, "accuracy", True)
 SHORT = ["--steps", "6", "--evaluate-every", "3", "--batch-size", "16", "--set", "width=4"]
 
 
@@ -93,6 +94,96 @@ def test_tune_writes_a_preset_that_train_takes() -> None:
     assert run.config.tuning["study"] == "digits-small-sgd-target"
 
 
+def trials_of(name: str) -> list[dict[str, Any]]:
+    held = json.loads(Path("presets/digits.json").read_text())["presets"]["small"][name]
+    return list(held["tuning"]["trials"])
+
+
+def test_a_trial_ends_when_nothing_more_is_to_be_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[tuple[str, str, int]] = []
+    real = training.run
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        result = real(*arguments, **options)
+        ends.append((result.status, result.reason, result.step))
+        return result
+
+    monkeypatch.setattr(training, "run", watched)
+    common = ["--evaluate-every", "1", "--batch-size", "16", "--set", "width=4", "--steps", "8"]
+    # any accuracy is enough, even the untrained model's
+    ngplus("tune", "digits", "-o", "adam", "--trials", "2", "--target", "0.0", *common)
+    assert ends == [("stopped", "target reached", 1)] * 2
+    assert [trial["score"] for trial in trials_of("adam")] == [0.0] * 2
+    ends.clear()
+    # out of time at the first look
+    ngplus("tune", "digits", "-o", "sgd", "--trials", "1", "--target", "2.0", "--limit", "0", *common)
+    assert ends == [("stopped", "out of time", 1)]
+    assert trials_of("sgd")[0]["score"] > 1
+    ends.clear()
+    # out of reach: all runs go to half of their steps at least, and those behind the median no further
+    ngplus("tune", "digits", "-o", "adagrad", "--trials", "5", "--target", "2.0", *common)
+    assert len(ends) == 5
+    assert all(
+        (status, step) == ("finished", 8) or (status == "stopped" and reason == "behind" and 4 < step < 8)
+        for status, reason, step in ends
+    )
+
+
+def test_a_trial_that_cannot_win_ends() -> None:
+    from ngplus.lab import optimizers, tune
+
+    study = tune.open_study("sqlite:///one.db", "one")
+    made = tune.Plan(optimizers.get("sgd"), CONFIG, study, 3, 0, 1, "target", None)
+    study.tell(study.ask(), 0.3)  # the target after 30 of 100 steps
+    look = tune.stopper(made, study.ask(), CONFIG)
+    assert [look(step, 0.5) for step in (10, 20, 30)] == ["", "", "cannot win"]
+    look = tune.stopper(made, study.ask(), CONFIG)
+    assert look(20, 0.95) == "target reached"
+
+
+def test_two_processes_do_not_make_a_trial_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ngplus.lab import tune
+
+    study = tune.open_study("sqlite:///tuning.db", "digits-small-adam-target")
+    other = study.ask()  # somebody else is at it
+    told: list[int] = []
+    real = tune.make_trial
+
+    def counted(plan: Any, patient: bool, *rest: Any) -> None:
+        told.append(patient)
+        real(plan, patient, *rest)
+        if len(told) == 1:
+            study.tell(other, 0.9)
+
+    monkeypatch.setattr(tune, "make_trial", counted)
+    ngplus("tune", "digits", "-o", "adam", "--trials", "2", *SHORT)
+    assert told == [True]
+    assert len(trials_of("adam")) == 2
+
+
+def test_runs_that_diverge_are_recorded_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ngplus.lab import optimizers
+
+    names = ("sgd", "ngplus-paper", "kfac", "ngplus")
+    wild = {name: {"hyper": {"lr": 1e30}, "run": {}} for name in names}
+    Path("presets").mkdir()
+    Path("presets/digits.json").write_text(json.dumps({"presets": {"small": wild}}))
+    said = ngplus("compare", "digits", "-o", ",".join(names), "--seeds", "1", *SHORT)
+    assert said.count("(1 diverged)") == 4
+    monkeypatch.setitem(optimizers.RIVALS["kfac"].defaults, "lr", 1e30)  # type: ignore[arg-type]
+    ngplus("tune", "digits", "-o", "kfac", "--trials", "2", *SHORT)
+    assert trials_of("kfac")[0]["score"] == 10.0
+    assert len(trials_of("kfac")) == 2
+
+
+def test_compare_takes_several_workloads() -> None:
+    said = ngplus("compare", "digits,autoencoder", "-o", "adam", "--seeds", "1", "--steps", "2", "--out", "both")
+    assert "Digits, small CNN" in said
+    assert "autoencoder" in said
+    assert [run.config.workload for run in runs.find([Path("both")])] == ["autoencoder", "digits"]
+    assert "No workload is named" in ngplus("compare", ",", code=2)
+
+
 def test_the_same_seed_tunes_alike() -> None:
     found = []
     for name in ("a", "b"):
@@ -134,7 +225,7 @@ def test_plan_of_a_workload_and_of_any_model() -> None:
         (["train", "digits", "--lr", "-1"], "learning rate"),
         (["train", "digits", "--set", "damping=[1]"], "damping"),
         (["compare", "digits", "--optimizers", "sgd,nope"], "no optimizer 'nope'"),
-        (["compare", "digits", "--optimizers", ","], "names none"),
+        (["compare", "digits", "--optimizers", ","], "No optimizer is named"),
         (["compare", "digits", "--set", "lr=1"], "no setting of digits 'lr'"),
         (["tune", "digits", "--storage", "nonsense://x"], "cannot be opened"),
         (["tune", "digits", "--objective", "speed"], "target or final"),

@@ -273,6 +273,34 @@ def test_ctrl_c_ends_after_the_step_with_what_was_measured(tmp_path: Path) -> No
     assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
 
 
+class Scored(Tiny):
+    def final(self, model: nn.Module) -> dict[str, float]:
+        return {"length": float(sum(p.detach().square().sum() for p in model.parameters()).sqrt())}
+
+
+def test_what_is_measured_at_the_end_is_kept(tmp_path: Path) -> None:
+    result = training.run(config("adam"), Scored(), tmp_path / "run")
+    held = parameters(tmp_path / "run")["model"]
+    want = math.sqrt(sum(float(x.square().sum()) for x in held.values()))
+    assert result.scores["length"] == pytest.approx(want, rel=1e-5)
+    assert runs.load(tmp_path / "run").result == result
+    assert training.run(config("adam"), Scored(), final=False).scores == {}
+    assert training.run(config("sgd", hyper={"lr": 1e30}), Scored()).scores == {}  # it did not get to its end
+
+
+def test_a_run_can_be_stopped_at_a_look() -> None:
+    looks: list[int] = []
+
+    def on_look(step: int, value: float | None) -> str:
+        looks.append(step)
+        assert value is not None
+        return "enough" if step == 15 else ""
+
+    result = training.run(config("adam"), Tiny(), on_look=on_look)
+    assert (result.status, result.reason, result.step, looks) == ("stopped", "enough", 15, [5, 10, 15])
+    assert not result.ended
+
+
 def test_an_ended_run_is_not_made_again(tmp_path: Path) -> None:
     first = training.run(config(), Tiny(), tmp_path)
     written = {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir() if p.name != ".lock"}

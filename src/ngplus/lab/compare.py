@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ngplus.lab import options
 from ngplus.lab import train as shared
 
 if TYPE_CHECKING:
@@ -22,29 +23,30 @@ def register(app: typer.Typer) -> None:
     app.command(name="compare", help=shared.paragraphs(compare))(compare)
 
 
+@options.with_changes
 def compare(
-    workload: shared.WorkloadName,
+    workload: Annotated[
+        str,
+        typer.Argument(metavar="WORKLOAD", help="digits, qm9, …; several with commas between."),
+    ],
     optimizers: Annotated[str, typer.Option("--optimizers", "-o", help="Names with commas between, or all.")] = DEFAULT,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds: 0, 1, 2, …")] = 3,
-    preset: shared.PresetName = "small",
-    sets: shared.Sets = None,
-    data: shared.Data = None,
-    out: Annotated[Path | None, typer.Option(help="The folder of the runs; runs/WORKLOAD-PRESET else.")] = None,
+    preset: options.PresetName = "small",
+    sets: options.WorkloadSets = None,
+    data: options.Data = None,
+    out: Annotated[Path | None, typer.Option(help="For the runs; runs/WORKLOAD-PRESET where not given.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Make all runs again, in place of those there.")] = False,
-    steps: shared.Steps = None,
-    batch_size: shared.BatchSize = None,
-    evaluate_every: shared.EvaluateEvery = None,
-    target: shared.Target = None,
-    schedule: shared.ScheduleName = None,
-    warmup: shared.Warmup = None,
-    threads: shared.Threads = None,
-    device: shared.Device = "cpu",
-    presets: shared.PresetFolder = None,
+    threads: options.Threads = None,
+    device: options.Device = "cpu",
+    presets: options.PresetFolder = None,
+    *,
+    changes: dict[str, Any],
 ) -> None:
     """Compare optimizers on a workload: the same weights, batches, schedule and budget for each, settings tuned alike.
 
     Runs are interleaved, so that a busy moment of the machine hits all of them. Runs that have ended are kept and not
-    made again: break off at any time, and the same command goes on. --set here is for options of the workload.
+    made again: break off at any time, and the same command goes on. Several workloads come one after the other, each
+    with a folder of its own in --out.
 
     ngplus compare digits
 
@@ -56,32 +58,32 @@ def compare(
         from ngplus.lab import training
 
         shared.use_threads(threads, preset)
-        changes = shared.overrides(
-            steps=steps,
-            batch_size=batch_size,
-            evaluate_every=evaluate_every,
-            target=target,
-            schedule=schedule,
-            warmup=warmup,
-        )
-        chosen, size = shared.open_preset(workload, preset, changes, sets or [], None)
-        wanted = rivals.names() if optimizers == "all" else [n.strip() for n in optimizers.split(",") if n.strip()]
-        if not wanted:
-            raise ValueError("--optimizers names none")
-        for name in wanted:
-            rivals.get(name).load()  # what cannot be made is said before the first run
-        root = out or Path("runs") / f"{workload}-{preset}"
-        configs = {
-            root / f"{name}-seed{seed}": shared.configure(chosen, preset, size, name, seed=seed, presets=presets)
-            for seed in range(seeds)
-            for name in dict.fromkeys(wanted)
-        }
-        _check_folders(configs, fresh)
-        task = chosen.open(size, data)
+        wanted = rivals.pick(optimizers)
+        parts = []
+        for name in _names(workload):
+            chosen, size = shared.open_preset(name, preset, changes, sets or [], None)
+            root = Path("runs") / f"{name}-{preset}" if out is None else out / name if "," in workload else out
+            configs = {
+                root / f"{rival}-seed{seed}": shared.configure(chosen, preset, size, rival, seed=seed, presets=presets)
+                for seed in range(seeds)
+                for rival in wanted
+            }
+            _check_folders(configs, fresh)
+            parts.append((chosen, chosen.open(size, data), configs, root))
         with training.process_group(device):
-            runs = _make(configs, task, device, console)
-        if shared.is_first():
-            _show(console, chosen.title, runs, len(configs), root)
+            for chosen, task, configs, root in parts:
+                runs, going_on = _make(configs, task, device, console)
+                if shared.is_first():
+                    _show(console, chosen.title, runs, len(configs), root)
+                if not going_on:
+                    break
+
+
+def _names(text: str) -> list[str]:
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise ValueError("No workload is named")
+    return names
 
 
 def _check_folders(configs: dict[Path, Config], fresh: bool) -> None:
@@ -102,11 +104,13 @@ def _check_folders(configs: dict[Path, Config], fresh: bool) -> None:
             )
 
 
-def _make(configs: dict[Path, Config], task: Task, device: str, console: Console) -> list[Run]:
-    """The runs that are not there yet, one after the other; all that could be made, as they are on disk."""
+def _make(configs: dict[Path, Config], task: Task, device: str, console: Console) -> tuple[list[Run], bool]:
+    """The runs that are not there yet, one after the other. All that could be made, as they are on disk; and whether
+    nobody has asked for an end."""
     from ngplus.lab import runs, training
 
     done: list[Path] = []
+    going_on = True
     with shared.bars(console, len(configs)) as board:
         for folder, config in configs.items():
             on_step = board.start(config)
@@ -116,12 +120,14 @@ def _make(configs: dict[Path, Config], task: Task, device: str, console: Console
                 console.print(shared.shown(f"{error}: left to it"), highlight=False)
                 continue
             except KeyboardInterrupt:  # between two runs, or for the second time: show what there is
+                going_on = False
                 break
             board.end(config, result)
             done.append(folder)
             if result.status == "interrupted":
+                going_on = False
                 break
-    return [runs.load(folder) for folder in done]
+    return [runs.load(folder) for folder in done], going_on
 
 
 def _show(console: Console, title: str, runs: list[Run], wanted: int, root: Path) -> None:

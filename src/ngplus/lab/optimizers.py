@@ -242,6 +242,7 @@ def _shampoo(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer
 _SGD_LR = Range(1e-3, 1.0)
 _ADAM_LR = Range(3e-4, 1e-1)
 _DAMPING = Range(1e-3, 3.0)
+_WIDEST = 512  # Shampoo and SOAP leave wider sides alone, those of tables: each would cost tens of AdamW's steps
 _NGPLUS = "ngplus:NGPlus"
 
 RIVALS: dict[str, Rival] = {
@@ -291,6 +292,7 @@ RIVALS: dict[str, Rival] = {
                 "graft_type": 3,
                 "start_preconditioning_step": 10,
                 "preconditioning_compute_steps": 10,
+                "no_preconditioning_for_layers_with_dim_gt": _WIDEST,
             },
             {"lr": _ADAM_LR},
         ),
@@ -299,8 +301,7 @@ RIVALS: dict[str, Rival] = {
             "SOAP",
             "pytorch_optimizer:SOAP",
             _beside_sparse_adam,
-            # the side of a vocabulary is left alone: its basis would cost seconds a step
-            {"lr": 0.003, "weight_decay": 0.01, "precondition_frequency": 10, "max_precondition_dim": 1024},
+            {"lr": 0.003, "weight_decay": 0.01, "precondition_frequency": 10, "max_precondition_dim": _WIDEST},
             {"lr": _ADAM_LR},
         ),
         Rival(
@@ -357,6 +358,16 @@ def get(name: str) -> Rival:
     """The rival of that name; an unknown one is refused with the nearest name."""
     check_name(name, RIVALS, "optimizer")
     return RIVALS[name]
+
+
+def pick(text: str) -> list[str]:
+    """Names with commas between, or all. What cannot be made is said here, before anything is run."""
+    wanted = names() if text == "all" else list(dict.fromkeys(n.strip() for n in text.split(",") if n.strip()))
+    if not wanted:
+        raise ValueError("No optimizer is named")
+    for name in wanted:
+        get(name).load()
+    return wanted
 
 
 def state_bytes(state: object) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ngplus.lab import options
 from ngplus.lab import train as shared
 
 if TYPE_CHECKING:
@@ -22,11 +23,11 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A workload, or module:function that makes a model.")],
-    preset: shared.PresetName = "small",
+    preset: options.PresetName = "small",
     optimizer: Annotated[str, typer.Option("--optimizer", "-o", help="One of the ngplus ones.")] = "ngplus",
-    sets: shared.Sets = None,
-    data: shared.Data = None,
-    batch_size: shared.BatchSize = None,
+    sets: options.Sets = None,
+    data: options.Data = None,
+    batch_size: options.BatchSize = None,
     positions: Annotated[int, typer.Option(min=1, help="Positions of a sample, for a model without data.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
@@ -84,7 +85,8 @@ def _of_workload(name: str, preset: str, optimizer: str, sets: list[str], data: 
 
     from ngplus.lab import optimizers
 
-    workload, size = shared.open_preset(name, preset, shared.overrides(batch_size=batch_size), sets, optimizer)
+    changes = {} if batch_size is None else {"batch_size": batch_size}
+    workload, size = shared.open_preset(name, preset, changes, sets, optimizer)
     own = [text for text in sets if text.partition("=")[0] in optimizers.get(optimizer).options()]
     task = workload.open(size, data)
     torch.manual_seed(0)

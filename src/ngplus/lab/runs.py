@@ -93,7 +93,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended, and what it came to. ``status``: finished, diverged or interrupted."""
+    """How a run ended, and what it came to. ``status``: finished, diverged, interrupted, or stopped by the caller."""
 
     status: str
     reason: str
@@ -105,6 +105,7 @@ class Result:
     seconds_to_target: float | None
     milliseconds_per_step: float | None
     state_bytes: int
+    scores: Mapping[str, float | None] = field(default_factory=dict)  # what is measured once, at the end, such as BLEU
 
     @property
     def ended(self) -> bool:
@@ -294,7 +295,7 @@ def load(folder: Path) -> Run:
 
 
 def _result(content: Any, where: Path) -> Result:
-    numbers = {f.name for f in fields(Result)} - {"status", "reason"}
+    numbers = {f.name for f in fields(Result)} - {"status", "reason", "scores"}
     try:
         result = Result(**content)
     except TypeError as error:
@@ -306,6 +307,9 @@ def _result(content: Any, where: Path) -> Result:
             raise RunError(f"{where} has {name}={_short(value)}, which is no number")
     if not isinstance(result.status, str) or not isinstance(result.reason, str):
         raise RunError(f"{where} has no status")
+    scores = result.scores
+    if not isinstance(scores, dict) or not all(x is None or _is_number(x) for x in scores.values()):
+        raise RunError(f"{where} has scores={_short(scores)}, which are no numbers")
     return result
 
 

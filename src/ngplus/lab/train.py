@@ -16,43 +16,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from ngplus.lab import options
+
 if TYPE_CHECKING:
     from ngplus.lab.presets import Tuned
     from ngplus.lab.runs import Config, Result
     from ngplus.lab.training import OnStep
     from ngplus.lab.workloads import Preset, Workload
-
-WorkloadName = Annotated[str, typer.Argument(metavar="WORKLOAD", help="digits, autoencoder, cifar10, qm9, …")]
-PresetName = Annotated[str, typer.Option("--preset", help="The size: small, about a minute on one core, or paper.")]
-Data = Annotated[
-    Path | None,
-    typer.Option("--data", envvar="NGPLUS_DATA", help="The folder with the data sets, one folder for each workload."),
-]
-Sets = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="A hyper-parameter of the optimizer, or an option of the workload, in JSON: --set betas=[0.9,0.98]",
-    ),
-]
-Steps = Annotated[int | None, typer.Option(min=1, help="Steps of training; the preset's where not given.")]
-BatchSize = Annotated[int | None, typer.Option(min=1, help="Examples of a batch, for each process.")]
-EvaluateEvery = Annotated[int | None, typer.Option(min=1, help="Steps between two looks at the validation set.")]
-Target = Annotated[float | None, typer.Option(help="The value of the measure that counts as reached.")]
-ScheduleName = Annotated[
-    str | None,
-    typer.Option("--schedule", help="constant, cosine, linear, polynomial:POWER or inverse-sqrt:UNIT:OFFSET."),
-]
-Warmup = Annotated[int | None, typer.Option(min=0, help="Steps in which the learning rate rises from 0.")]
-Threads = Annotated[
-    int | None,
-    typer.Option(min=1, help="CPU threads; 1 for the preset small where not given, torch's choice for others."),
-]
-Device = Annotated[str, typer.Option(help="Where the model lives: cpu, cuda, cuda:1, …")]
-PresetFolder = Annotated[
-    Path | None, typer.Option("--presets", help="The folder of tuned settings; ./presets where not given.")
-]
 
 SEED_HELP = "Of the initial weights, the batches and dropout."
 
@@ -61,30 +31,27 @@ def register(app: typer.Typer) -> None:
     app.command(name="train", help=paragraphs(train))(train)
 
 
+@options.with_changes
 def train(
-    workload: WorkloadName,
+    workload: options.WorkloadName,
     optimizer: Annotated[
         str, typer.Option("--optimizer", "-o", help="ngplus, ngplus-paper, adamw, soap, …")
     ] = "ngplus",
-    preset: PresetName = "small",
+    preset: options.PresetName = "small",
     seed: Annotated[int, typer.Option(min=0, help=SEED_HELP)] = 0,
     lr: Annotated[float | None, typer.Option(help="The learning rate; the tuned one where not given.")] = None,
-    sets: Sets = None,
-    data: Data = None,
+    sets: options.Sets = None,
+    data: options.Data = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; runs/… where not given.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in the folder, if there is one.")
     ] = False,
-    steps: Steps = None,
-    batch_size: BatchSize = None,
-    evaluate_every: EvaluateEvery = None,
     checkpoint_every: Annotated[int | None, typer.Option(min=1, help="Steps; at each look where not given.")] = None,
-    target: Target = None,
-    schedule: ScheduleName = None,
-    warmup: Warmup = None,
-    threads: Threads = None,
-    device: Device = "cpu",
-    presets: PresetFolder = None,
+    threads: options.Threads = None,
+    device: options.Device = "cpu",
+    presets: options.PresetFolder = None,
+    *,
+    changes: dict[str, Any],
 ) -> None:
     """Train a workload with one optimizer, and leave a folder with everything that was measured.
 
@@ -98,14 +65,6 @@ def train(
         from ngplus.lab import training
 
         use_threads(threads, preset)
-        changes = overrides(
-            steps=steps,
-            batch_size=batch_size,
-            evaluate_every=evaluate_every,
-            target=target,
-            schedule=schedule,
-            warmup=warmup,
-        )
         chosen, size = open_preset(workload, preset, changes, sets or [], optimizer)
         config = configure(chosen, preset, size, optimizer, seed=seed, lr=lr, sets=sets or [], presets=presets)
         folder = out or Path("runs") / f"{workload}-{preset}" / f"{optimizer}-seed{seed}"
@@ -142,14 +101,14 @@ def open_preset(
     chosen = workloads.get(workload)
     check_name(preset, chosen.presets, f"preset of {workload}")
     size = replace(chosen.presets[preset], **changes)
-    options: dict[str, Any] = plain(size.options)
+    held: dict[str, Any] = plain(size.options)
     for key, value in assignments(sets):
-        if not is_hyper(key, optimizer, list(options), workload):
-            place, *rest = options, *key.split(".")
+        if not is_hyper(key, optimizer, list(held), workload):
+            place, *rest = held, *key.split(".")
             for part in rest[:-1]:
                 place = place[part]
             place[rest[-1]] = value
-    return chosen, replace(size, options=options)
+    return chosen, replace(size, options=held)
 
 
 def configure(
@@ -234,10 +193,6 @@ def is_hyper(key: str, optimizer: str | None, options: list[str], workload: str)
     owner = f"{optimizer} or {workload}" if optimizer is not None else workload
     optimizers.check_name(key.split(".")[0], [*known, *options], f"setting of {owner}")
     return False
-
-
-def overrides(**given: Any) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def use_threads(threads: int | None, preset: str) -> None:

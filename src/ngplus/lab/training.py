@@ -19,8 +19,8 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -48,6 +48,7 @@ from ngplus.lab.runs import environment as surroundings
 from ngplus.lab.workloads import Task
 
 OnStep = Callable[[int, float, float], None]  # steps done, loss, seconds of training
+OnLook = Callable[[int, float | None], str]  # steps done, the measure; a reason to end the run, or nothing
 
 
 class Divergence(Exception):
@@ -63,12 +64,15 @@ def run(
     checkpoint_every: int | None = None,
     device: str = "cpu",
     on_step: OnStep | None = None,
+    on_look: OnLook | None = None,
+    final: bool = True,
 ) -> Result:
     """Trains, and leaves what it measured in the folder.
 
     With ``resume`` it goes on from the folder's checkpoint, or begins where there is none; a run that has ended is
     given back as it is. Checkpoints are written every ``checkpoint_every`` steps, at each evaluation where that is
-    None. Ctrl-C ends it after the step it is in.
+    None. Ctrl-C ends it after the step it is in, and a reason that ``on_look`` gives after the look it is at: such a
+    run is "stopped". One that gets to its end is measured by the task's ``final``, unless that is not wanted.
     """
     with ExitStack() as stack:
         stack.enter_context(process_group(device))
@@ -85,7 +89,8 @@ def run(
         session = _Session(config, task, folder, device)
         stack.callback(session.close)
         session.begin()
-        return session.train(stopping, checkpoint_every or config.evaluate_every, on_step)
+        status, reason = session.train(stopping, checkpoint_every or config.evaluate_every, on_step, on_look)
+        return session.end(status, reason, final)
 
 
 def _claim(config: Config, folder: Path, resume: bool) -> None:
@@ -138,7 +143,8 @@ class _Session:
         model, optimizer = self._make(device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said again by the first step that counts
-            _train_step(self.task, model, optimizer, self.task.batch(self.config.seed, self.rank))
+            with suppress(Divergence):  # met again by the first step that counts
+                _train_step(self.task, model, optimizer, self.task.batch(self.config.seed, self.rank))
 
     # ---------------------------------------------------------------------------------------------- begin and go on
 
@@ -183,7 +189,10 @@ class _Session:
 
     # ---------------------------------------------------------------------------------------------- the loop
 
-    def train(self, stopping: Callable[[], bool], checkpoint_every: int, on_step: OnStep | None) -> Result:
+    def train(
+        self, stopping: Callable[[], bool], checkpoint_every: int, on_step: OnStep | None, on_look: OnLook | None
+    ) -> tuple[str, str]:
+        """How it ended, and why."""
         config = self.config
         log_every = max(1, config.steps // 500)
         status, reason = "finished", ""
@@ -201,13 +210,22 @@ class _Session:
             last = self.step == config.steps
             if last or self.step % config.evaluate_every == 0:
                 self._look()
+                if on_look is not None and (reason := on_look(self.step, self.metrics[-1].get(config.measure))):
+                    status = "stopped"
+                    break
             elif self.step % log_every == 0:
                 self._record({})
             if last or self.step % checkpoint_every == 0:
                 self._save()
         if status == "interrupted":
             self._save()
-        result = summarise(config, self.metrics, self.step, self.seconds, self.state_bytes, status, reason)
+        return status, reason
+
+    def end(self, status: str, reason: str, final: bool) -> Result:
+        result = summarise(self.config, self.metrics, self.step, self.seconds, self.state_bytes, status, reason)
+        if final and status == "finished" and self.rank == 0:
+            found = self.task.final(self.model)
+            result = replace(result, scores={name: float(value) for name, value in found.items()})
         if self.folder is not None:
             write_json(self.folder / "result.json", asdict(result))
         _barrier()
@@ -290,9 +308,8 @@ class _Session:
 def _train_step(task: Task, model: nn.Module, optimizer: optimizers.Trainer, batch: Any) -> float:
     """The mean loss over all processes; :class:`Divergence` where it is not finite, before anything is changed."""
     optimizer.zero_grad()
-    split = getattr(task, "split", None)  # a task with batches too large for one pass: (share, part), (share, part), …
     value = 0.0
-    for share, part in [(1.0, batch)] if split is None else split(batch):
+    for share, part in task.split(batch):
         loss = share * task.loss(model, part)
         value += _mean_over_processes(loss)
         if not math.isfinite(value):

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 import warnings
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ngplus.lab import options
 from ngplus.lab import train as shared
 
 if TYPE_CHECKING:
     import optuna
 
-    from ngplus.lab.optimizers import Range
+    from ngplus.lab.optimizers import Rival
     from ngplus.lab.runs import Config, Result
+    from ngplus.lab.workloads import Task
 
 FAILED = 10.0  # the score of a run that diverged
 TUNING_SEED = 100  # a comparison's seeds are 0, 1, 2, …: nothing is tuned on them
@@ -27,36 +30,34 @@ def register(app: typer.Typer) -> None:
     app.command(name="tune", help=shared.paragraphs(tune))(tune)
 
 
+@options.with_changes
 def tune(
-    workload: shared.WorkloadName,
+    workload: options.WorkloadName,
     optimizer: Annotated[str, typer.Option("--optimizer", "-o", help="Names with commas between, or all.")] = "ngplus",
     trials: Annotated[int, typer.Option(min=1, help="Runs for each optimizer, those in the storage included.")] = 6,
     storage: Annotated[
         str, typer.Option(help="An Optuna storage: a local file, or a database URL for many machines.")
     ] = "sqlite:///tuning.db",
-    preset: shared.PresetName = "small",
+    preset: options.PresetName = "small",
     seed: Annotated[int, typer.Option(min=0, help="Of Optuna's sampler.")] = 0,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of a trial, seeds 100, 101, …; the score is their mean.")] = 1,
     objective: Annotated[
         str, typer.Option(help="target: steps until the target; final: the measure at the end.")
     ] = "target",
-    sets: shared.Sets = None,
-    data: shared.Data = None,
-    steps: shared.Steps = None,
-    batch_size: shared.BatchSize = None,
-    evaluate_every: shared.EvaluateEvery = None,
-    target: shared.Target = None,
-    schedule: shared.ScheduleName = None,
-    warmup: shared.Warmup = None,
-    threads: shared.Threads = None,
-    device: shared.Device = "cpu",
-    presets: shared.PresetFolder = None,
+    limit: Annotated[float | None, typer.Option(min=0, help="CPU seconds after which a run of a trial ends.")] = None,
+    sets: options.WorkloadSets = None,
+    data: options.Data = None,
+    threads: options.Threads = None,
+    device: options.Device = "cpu",
+    presets: options.PresetFolder = None,
+    *,
+    changes: dict[str, Any],
 ) -> None:
     """Tune an optimizer on a workload: the first trial has its defaults, the others come from Optuna's TPE sampler.
 
     The study stays in the storage: break off at any time, and the same command goes on. Several processes, on several
     machines with a database URL, share the trials of a study. The best settings go into presets/WORKLOAD.json with all
-    trials of the study, and train and compare take them from there. --set here is for options of the workload.
+    trials of the study, and train and compare take them from there.
 
     ngplus tune digits --optimizer all --trials 6
     """
@@ -64,87 +65,163 @@ def tune(
     with shared.friendly(console):
         from ngplus.lab import optimizers as rivals
         from ngplus.lab import presets as tuned
-        from ngplus.lab import training
 
         if objective not in ("target", "final"):
             raise ValueError(f"--objective is target or final, not {objective!r}")
         shared.use_threads(threads, preset)
-        changes = shared.overrides(
-            steps=steps,
-            batch_size=batch_size,
-            evaluate_every=evaluate_every,
-            target=target,
-            schedule=schedule,
-            warmup=warmup,
-        )
         chosen, size = shared.open_preset(workload, preset, changes, sets or [], None)
-        wanted = rivals.names() if optimizer == "all" else [n.strip() for n in optimizer.split(",") if n.strip()]
-        for name in wanted:
-            rivals.get(name).load()
+        wanted = rivals.pick(optimizer)
         task = chosen.open(size, data)
-        for name in wanted:
-            rival = rivals.get(name)
-            base = shared.configure(chosen, preset, size, name, seed=TUNING_SEED, hyper={}, presets=presets)
-            study = open_study(
-                storage, f"{workload}-{preset}-{name}-{objective}" + (f"-{seeds}" if seeds > 1 else ""), seed, trials
+        suffix = f"-{seeds}" if seeds > 1 else ""
+        plans = [
+            Plan(
+                rival=rivals.get(name),
+                base=shared.configure(chosen, preset, size, name, seed=TUNING_SEED, hyper={}, presets=presets),
+                study=open_study(storage, f"{workload}-{preset}-{name}-{objective}{suffix}"),
+                trials=trials,
+                seed=seed,
+                seeds=seeds,
+                objective=objective,
+                limit=limit,
             )
-            if not study.trials:
-                study.enqueue_trial({key: rival.defaults[key] for key in rival.ranges})
-            with shared.bars(console, trials * seeds) as board:
-                while len(finished(study)) < trials:
-                    trial = study.ask()
-                    hyper = suggest(trial, rival.ranges)
-                    scores = []
-                    for number in range(seeds):
-                        config = replace(base, hyper={**base.hyper, **hyper}, seed=TUNING_SEED + number)
-                        result = training.run(config, task, device=device, on_step=board.start(config))
-                        if result.status == "interrupted":
-                            raise KeyboardInterrupt
-                        scores.append(score(config, result, objective))
-                        board.end(config, result)
-                    study.tell(trial, statistics.mean(scores))
-            # Processes that share a study may make a few trials more: every optimizer gets the same number.
-            counted = finished(study)[:trials]
-            winner = min(counted, key=lambda trial: math.inf if trial.value is None else trial.value)
-            told = story(study.study_name, counted, seed, seeds, objective, base)
-            path = tuned.store(workload, preset, name, tuned.Tuned(winner.params, {}, told), presets)
-            found = ", ".join(f"{key} {value:.4g}" for key, value in winner.params.items())
-            console.print(
-                f"{name}: {found}, the best of {len(counted)} trials with a score of {winner.value:.4g}; "
-                f"written to {shared.shown(str(path))}",
-                highlight=False,
-            )
+            for name in wanted
+        ]
+        written: set[str] = set()
+        # What other processes are at is left to them at first; at the end it is made here if it never came.
+        for patient in (True, False):
+            for plan in plans:
+                with shared.bars(console, trials * seeds) as board:
+                    while plan.missing(patient) > 0:
+                        make_trial(plan, patient, task, device, board)
+                if len(plan.counted()) == trials and plan.rival.name not in written:
+                    written.add(plan.rival.name)
+                    path = tuned.store(workload, preset, plan.rival.name, tuned.Tuned(*plan.best()), presets)
+                    console.print(f"{plan.sentence()}; written to {shared.shown(str(path))}", highlight=False)
 
 
-def open_study(storage: str, name: str, seed: int, trials: int) -> optuna.Study:
+@dataclass(frozen=True)
+class Plan:
+    """The study of one optimizer, and how its trials are made."""
+
+    rival: Rival
+    base: Config
+    study: optuna.Study
+    trials: int
+    seed: int
+    seeds: int
+    objective: str
+    limit: float | None
+
+    def missing(self, patient: bool, before: float = math.inf) -> int:
+        """Trials still to be made, those that somebody is at not among them where ``patient``; of those with a number
+        below ``before``."""
+        import optuna
+
+        states = (optuna.trial.TrialState.COMPLETE, *((optuna.trial.TrialState.RUNNING,) if patient else ()))
+        return self.trials - sum(t.number < before for t in self.study.get_trials(deepcopy=False, states=states))
+
+    def counted(self) -> list[optuna.trial.FrozenTrial]:
+        """Processes that share a study may make a few trials more: every optimizer gets the same number."""
+        import optuna
+
+        done = self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
+        return done[: self.trials]
+
+    def winner(self) -> optuna.trial.FrozenTrial:
+        return min(self.counted(), key=lambda trial: math.inf if trial.value is None else trial.value)
+
+    def best(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Settings, changes of the run (none), and how they were found, for the preset and the report."""
+        return self.winner().params, {}, story(self)
+
+    def sentence(self) -> str:
+        winner = self.winner()
+        found = ", ".join(f"{key} {value:.4g}" for key, value in winner.params.items())
+        return f"{self.rival.name}: {found}, the best of {self.trials} trials with a score of {winner.value:.4g}"
+
+
+def make_trial(plan: Plan, patient: bool, task: Task, device: str, board: shared.Board) -> None:
+    """The next trial of a study: its runs, and their mean score."""
+    import optuna
+
+    from ngplus.lab import training
+
+    study, base = plan.study, plan.base
+    if not study.get_trials(deepcopy=False):
+        study.enqueue_trial({key: plan.rival.defaults[key] for key in plan.rival.ranges}, skip_if_exists=True)
+    trial = study.ask()
+    if plan.missing(patient, before=trial.number) <= 0:  # somebody has asked in the same moment
+        study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        return
+    # by its number: a study that goes on, or is shared, must not draw the same random points again
+    study.sampler = sampler(1_000 * plan.seed + trial.number, plan.trials)
+    study.pruner = pruner(base.steps)
+    hyper = {name: trial.suggest_float(name, r.low, r.high, log=r.log) for name, r in plan.rival.ranges.items()}
+    scores = []
+    for number in range(plan.seeds):
+        config = replace(base, hyper={**base.hyper, **hyper}, seed=TUNING_SEED + number)
+        on_look = stopper(plan, trial, config)
+        on_step = board.start(config)
+        result = training.run(config, task, device=device, on_step=on_step, on_look=on_look, final=False)
+        if result.status == "interrupted":
+            raise KeyboardInterrupt
+        scores.append(score(config, result, plan.objective))
+        board.end(config, result)
+    study.tell(trial, statistics.mean(scores))
+
+
+def stopper(plan: Plan, trial: optuna.Trial, config: Config) -> Callable[[int, float | None], str]:
+    """Ends a run of which nothing more is to be learned: the rules of ``docs/laboratory.md``, the same for all."""
+    start = time.process_time()
+    scores = [t.value for t in plan.counted() if t.value is not None]
+    # with one run for a trial and steps to the target as its score, there is a step from which on it cannot win
+    alone = plan.seeds == 1 and plan.objective == "target"
+    enough = config.steps * min([1.0, *scores]) if alone else math.inf
+
+    def on_look(step: int, value: float | None) -> str:
+        if plan.limit is not None and time.process_time() - start > plan.limit:
+            return "out of time"
+        if not alone or value is None:
+            return ""
+        if config.reached(value):
+            return "target reached"
+        trial.report(-value if config.higher_is_better else value, step)
+        if step == config.steps:
+            return ""
+        return "cannot win" if step >= enough else "behind" if trial.should_prune() else ""
+
+    return on_look
+
+
+def open_study(storage: str, name: str) -> optuna.Study:
     """The study of that name, made where it is not there. ValueError for a storage that cannot be opened."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
-        held = optuna.create_study(study_name=name, storage=storage, direction="minimize", load_if_exists=True)
+        return optuna.create_study(study_name=name, storage=storage, direction="minimize", load_if_exists=True)
     except Exception as error:  # each kind of storage has errors of its own
         raise ValueError(f"The storage {storage!r} cannot be opened: {error}") from error
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # multivariate and constant_liar are marked experimental
-        held.sampler = optuna.samplers.TPESampler(
-            # a study that goes on must not draw its first random points again
-            seed=seed + len(held.trials),
-            n_startup_trials=max(2, trials // 3),
-            multivariate=True,
-            constant_liar=True,  # trials that other processes are at count as bad ones: nobody looks there again
-        )
-    return held
 
 
-def finished(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
+def sampler(seed: int, trials: int) -> optuna.samplers.BaseSampler:
+    """TPE, each parameter by itself: it is asked when the trial has its number."""
     import optuna
 
-    return study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # constant_liar is marked experimental
+        return optuna.samplers.TPESampler(
+            seed=seed,
+            n_startup_trials=max(2, trials // 3),
+            constant_liar=True,  # trials that other processes are at count as bad ones: nobody looks there again
+        )
 
 
-def suggest(trial: optuna.Trial, ranges: Mapping[str, Range]) -> dict[str, float]:
-    return {name: trial.suggest_float(name, r.low, r.high, log=r.log) for name, r in ranges.items()}
+def pruner(steps: int) -> optuna.pruners.BasePruner:
+    """Ends a trial that is behind the median of its study after half of the steps, once two trials are there."""
+    import optuna
+
+    return optuna.pruners.MedianPruner(n_startup_trials=2, n_warmup_steps=steps // 2)
 
 
 def score(config: Config, result: Result, objective: str) -> float:
@@ -159,18 +236,18 @@ def score(config: Config, result: Result, objective: str) -> float:
     return min(FAILED, 1.0 + gap / max(abs(config.target), 1e-12))
 
 
-def story(
-    name: str, trials: list[optuna.trial.FrozenTrial], seed: int, seeds: int, objective: str, base: Config
-) -> dict[str, Any]:
+def story(plan: Plan) -> dict[str, Any]:
     """How the settings were found, for the preset and the report."""
     import optuna
 
+    limit = {} if plan.limit is None else {"limit of a run in CPU seconds": plan.limit}
     return {
-        "study": name,
-        "sampler": f"Optuna {optuna.__version__}, TPE, seed {seed}",
-        "objective": objective,
-        "seeds of the runs": [TUNING_SEED + number for number in range(seeds)],
-        "steps": base.steps,
-        "target": base.target,
-        "trials": [{"hyper": trial.params, "score": trial.value} for trial in trials],
+        "study": plan.study.study_name,
+        "sampler": f"Optuna {optuna.__version__}, TPE, seed {plan.seed}",
+        "objective": plan.objective,
+        "seeds of the runs": [TUNING_SEED + number for number in range(plan.seeds)],
+        "steps": plan.base.steps,
+        "target": plan.base.target,
+        **limit,
+        "trials": [{"hyper": trial.params, "score": trial.value} for trial in plan.counted()],
     }

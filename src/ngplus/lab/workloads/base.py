@@ -7,7 +7,7 @@ all that a training loop needs. Batches depend on the seed and the step alone, s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -50,6 +50,18 @@ class Task(ABC):
     @abstractmethod
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Validation metrics in eval mode, ``loss`` among them, and the workload's measure."""
+
+    def split(self, batch: Any) -> Iterator[tuple[float, Any]]:
+        """The parts of a batch that is too large for one pass, with their shares of it, for accumulated gradients::
+
+        for share, part in task.split(batch):
+            (share * task.loss(model, part)).backward()
+        """
+        yield 1.0, batch
+
+    def final(self, model: nn.Module) -> dict[str, float]:
+        """What is measured once, at the end of a run, since it takes long; nothing here."""
+        return {}
 
 
 class Workload(ABC):

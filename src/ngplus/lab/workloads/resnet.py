@@ -66,11 +66,7 @@ class ImageTask(Task):
         return F.cross_entropy(logits, batch.labels.to(logits.device), label_smoothing=self.smoothing)
 
     def split(self, batch: Images) -> Iterator[tuple[float, Images]]:
-        """Micro-batches with their shares of the batch, for accumulated gradients::
-
-        for share, part in task.split(batch):
-            (share * task.loss(model, part)).backward()
-        """
+        """Micro-batches, where the option ``micro_batch`` asks for them."""
         size = self.micro_batch or batch.size
         for start in range(0, batch.size, size):
             part = Images(batch.pixels[start : start + size], batch.labels[start : start + size])

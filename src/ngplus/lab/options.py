@@ -1,0 +1,72 @@
+"""The options that the commands share."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+WorkloadName = Annotated[str, typer.Argument(metavar="WORKLOAD", help="digits, autoencoder, cifar10, qm9, …")]
+PresetName = Annotated[str, typer.Option("--preset", help="The size: small, up to a minute on one core, or paper.")]
+Data = Annotated[
+    Path | None,
+    typer.Option("--data", envvar="NGPLUS_DATA", help="The folder with the data sets, one folder for each workload."),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A hyper-parameter of the optimizer, or an option of the workload, in JSON: --set betas=[0.9,0.98]",
+    ),
+]
+WorkloadSets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="An option of the workload, in JSON: --set width=32"),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, help="CPU threads; 1 for the preset small where not given, torch's choice for others."),
+]
+Device = Annotated[str, typer.Option(help="Where the model lives: cpu, cuda, cuda:1, …")]
+PresetFolder = Annotated[
+    Path | None, typer.Option("--presets", help="The folder of tuned settings; ./presets where not given.")
+]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Examples of a batch, for each process.")]
+
+# What a user may change of a workload's preset.
+CHANGES: dict[str, Any] = {
+    "steps": Annotated[int | None, typer.Option(min=1, help="Steps of training; the preset's where not given.")],
+    "batch_size": BatchSize,
+    "evaluate_every": Annotated[int | None, typer.Option(min=1, help="Steps between two looks at the validation set.")],
+    "target": Annotated[float | None, typer.Option(help="The value of the measure that counts as reached.")],
+    "schedule": Annotated[
+        str | None,
+        typer.Option("--schedule", help="constant, cosine, linear, polynomial:POWER or inverse-sqrt:UNIT:OFFSET."),
+    ],
+    "warmup": Annotated[int | None, typer.Option(min=0, help="Steps in which the learning rate rises from 0.")],
+}
+
+
+def with_changes(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds ``--steps``, ``--batch-size``, … to a command; it gets those that were given as the mapping ``changes``."""
+
+    @wraps(command)
+    def wrapped(**given: Any) -> None:
+        asked = {name: given.pop(name) for name in CHANGES}
+        command(**given, changes={name: value for name, value in asked.items() if value is not None})
+
+    signature = inspect.signature(command, eval_str=True)
+    own = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.name != "changes"]
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for name, kind in CHANGES.items()
+    ]
+    parameters = [*own, *added]
+    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
+    return wrapped
