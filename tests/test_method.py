@@ -519,3 +519,24 @@ def test_bias_in_a_group_of_its_own() -> None:
     torch.testing.assert_close(split.weight, joined.weight)
     assert torch.equal(split.bias, start)
     assert len(first.plan()) == 1
+
+
+def test_gfim_folds_rows_into_samples() -> None:
+    """A layer that sees two rows a sample, as after flatten(0, 1), has as many samples as the model was called with."""
+
+    class Folding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(3, 2, bias=False), nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.outer(self.inner(x.flatten(0, 1)).unflatten(0, (len(x), 2)).flatten(1))
+
+    torch.manual_seed(0)
+    model, x, y = Folding().double(), torch.randn(5, 2, 3).double(), torch.randn(5, 1).double()
+    found = ngplus.gfim(model, nn.functional.mse_loss, x, y)["inner.weight"]
+    wanted = torch.zeros(2, 2).double()
+    for i in range(5):
+        (gradient,) = torch.autograd.grad(nn.functional.mse_loss(model(x[i : i + 1]), y[i : i + 1]), model.inner.weight)
+        wanted += gradient @ gradient.mT / 5
+    torch.testing.assert_close(found.matrix, wanted)

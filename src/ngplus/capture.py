@@ -215,6 +215,8 @@ class Capture:
             return
         self._task = -1
         self._notice()
+        if not self.armed:
+            return
         self._call = self._new_call()
         self._sizes = Counter(size for size, _ in self._leading(inputs))
         # Until the output is known: the most common first dimension, of the tensor with the most dimensions.

@@ -55,6 +55,7 @@ def gfim(
     capture.in_eval = True
     for matrix in matrices:
         matrix.armed = True
+    capture.note_armed()
     try:
         with torch.enable_grad():
             if isinstance(inputs, Mapping):
