@@ -8,14 +8,18 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types format docs pictures interface dist install clean
+.PHONY: help demo comparison test lint types format docs pictures interface dist install clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.lab ## set up, then compare NG+ with its rivals on scikit-learn's digits
 	$(BIN)/ngplus compare digits
 	$(BIN)/ngplus report runs/digits-small --out runs/digits.html
+
+comparison: demo ## the picture of the README, from the runs of make demo (for times, let nothing else run)
+	$(BIN)/ngplus report runs/digits-small --out runs/comparison.html --brief
+	cp runs/comparison.png runs/comparison-dark.png docs/pictures/
 
 test: lint types ## set up, then run all checks: ruff, mypy, the full test suite
 	$(BIN)/python -m pytest
@@ -42,6 +46,12 @@ pictures: $(VENV)/.dev ## draw the pictures of docs/ that are made from the code
 interface: $(VENV)/.dev ## write tests/public_interface.txt anew, after a change that is meant
 	$(BIN)/python tools/public_interface.py
 
+dist: $(VENV)/.dev $(VENV)/.release ## wheel and sdist in dist/, checked; the core tests run from the wheel beside torch alone
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tools/check_release.py dist/*.whl
+
 install: $(VENV)/.dev ## set up .venv with everything that development needs
 
 clean: ## remove .venv, caches and build output
@@ -59,6 +69,10 @@ $(VENV)/.torch: constraints.txt
 # The build backend comes from constraints.txt too, hence no build isolation.
 $(VENV)/.lab: $(VENV)/.torch pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[lab]'
+	@touch $@
+
+$(VENV)/.release: $(VENV)/.torch pyproject.toml constraints.txt
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[release]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt

@@ -127,7 +127,13 @@ def test_the_command_writes_a_page_pictures_and_a_collection(tmp_path: Path) -> 
     out, held = tmp_path / "page" / "r.html", tmp_path / "all.json"
     result = CliRunner().invoke(app, ["report", str(tmp_path / "runs"), "--out", str(out), "--json", str(held)])
     assert result.exit_code == 0, result.output
-    assert sorted(p.name for p in out.parent.iterdir()) == ["r-1.png", "r-2.png", "r.html"]
+    assert sorted(p.name for p in out.parent.iterdir()) == [
+        "r-1-dark.png",
+        "r-1.png",
+        "r-2-dark.png",
+        "r-2.png",
+        "r.html",
+    ]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in out.parent.glob("*.png"))
     again = tmp_path / "again.html"
     result = CliRunner().invoke(app, ["report", str(held), "--out", str(again), "--no-png"])

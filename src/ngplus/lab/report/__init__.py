@@ -18,7 +18,8 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="Folders of runs, or files of --json.")],
     out: Annotated[Path, typer.Option(help="The page; pictures go beside it.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="Of the page.")] = "Optimizers compared",
-    png: Annotated[bool, typer.Option(help="Write a picture for each workload as well.")] = True,
+    png: Annotated[bool, typer.Option(help="Write pictures for each workload as well, light and dark.")] = True,
+    brief: Annotated[bool, typer.Option("--brief", help="Pictures of the measure alone, for a README.")] = False,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write all runs into one file as well.")] = None,
 ) -> None:
     """Make one HTML page of any set of runs: curves over steps and over time, tables, settings and how they were tuned.
@@ -40,12 +41,14 @@ def report(
             write_atomically(out, render(sections, title).encode())
             written = [out]
             if png:
-                from ngplus.lab.report.pictures import draw
+                from ngplus.lab.report.pictures import DARK, LIGHT, draw
 
                 for number, section in enumerate(sections, start=1):
-                    path = out.with_name(f"{out.stem}-{number}.png" if len(sections) > 1 else f"{out.stem}.png")
-                    write_atomically(path, draw(section))
-                    written.append(path)
+                    stem = f"{out.stem}-{number}" if len(sections) > 1 else out.stem
+                    for end, ground in (("", LIGHT), ("-dark", DARK)):
+                        path = out.with_name(f"{stem}{end}.png")
+                        write_atomically(path, draw(section, ground, brief))
+                        written.append(path)
             if as_json is not None:
                 collect(as_json, found)
                 written.append(as_json)
