@@ -1,4 +1,4 @@
-"""What is released: the wheel installs beside torch alone, and works from there. ``make dist`` runs all core tests so."""
+"""What is released: the wheel installs beside torch alone, and works from there. ``make dist`` runs all core tests."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ core's tests from there.
 
 By default torch is not installed again: the new environment gets links to torch and to the packages that torch itself
 needs, and to nothing else of the environment that runs this script. pytest, hypothesis and expecttest are linked in the
-same way, for the tests. The core's tests are those files in tests/ that import nothing beyond these, and that do not look
-at the rest of the project.
+same way, for the tests. The core's tests are those files in tests/ that import nothing beyond these, and that do not
+look at the rest of the project.
 """
 
 from __future__ import annotations
