@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 import ngplus
 
-EXACT = {"lr": 0.5, "momentum": 0.0, "graft": None, "scaling": "inverse", "damping": 0.1, "update_every": 1}
+EXACT: dict[str, Any] = {
+    "lr": 0.5,
+    "momentum": 0.0,
+    "graft": None,
+    "scaling": "inverse",
+    "damping": 0.1,
+    "update_every": 1,
+}
 N = 6
 
 
@@ -32,9 +39,19 @@ def one_by_one(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
 
 
 def brute_force(
-    model: nn.Module, x: Tensor, y: Tensor, loss: Callable[[Tensor, Tensor], Tensor] = loss_fn, skip: str = "\0"
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    loss: Callable[[Tensor, Tensor], Tensor] = loss_fn,
+    skip: str = "\0",
+    lr: float = EXACT["lr"],
+    damping: float = EXACT["damping"],
+    gradients: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """The parameters after one step, from a loop over samples: a bias goes with its weight, a norm is two columns."""
+    """The parameters after one step, from a loop over samples: a bias goes with its weight, a norm is two columns.
+
+    ``gradients`` by name, where those of the step are not the means of the samples'.
+    """
     grads = reference.per_sample_gradients(model, loss, one_by_one(x, y))
     params = dict(model.named_parameters())
     out: dict[str, Tensor] = {}
@@ -51,12 +68,12 @@ def brute_force(
             continue
         lay = reference.columns if params[group[0]].dim() == 1 else reference.rows
         stack = torch.stack([lay(*(g[n] for n in group)) for g in grads])
-        gradient = stack.mean(0)
+        gradient = stack.mean(0) if gradients is None else lay(*(gradients[n] for n in group))
         side = reference.side_of(gradient)
-        direction = reference.direction(gradient, reference.gfim(stack, side), side, damping=0.1)
+        direction = reference.direction(gradient, reference.gfim(stack, side), side, damping)
         step = direction[0].split([1 if params[n].dim() == 1 else params[n][0].numel() for n in group], dim=1)
         for n, part in zip(group, step, strict=True):
-            out[n] = (params[n] - 0.5 * part.reshape(params[n].shape)).detach()
+            out[n] = (params[n] - lr * part.reshape(params[n].shape)).detach()
     return out
 
 

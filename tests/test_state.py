@@ -190,24 +190,6 @@ def test_other_precisions_go_on_bit_for_bit(options: dict[str, Any], dtype: torc
     assert_goes_on(options, T + 1, through_file, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("scaling", ["inverse", "adaptive"])
-@pytest.mark.parametrize("curvature", ["sample", "momentum", "batch"])
-def test_curvature_stays_float32_beside_half_precision_parameters(
-    curvature: str, scaling: str, dtype: torch.dtype
-) -> None:
-    model = small_net(dtype=dtype)
-    optimizer = NGPlus(model, lr=1e-3, curvature=curvature, scaling=scaling, block_size=3)
-    train(model, optimizer, range(2))
-    restored = NGPlus(model, lr=1e-3, curvature=curvature, scaling=scaling, block_size=3)
-    restored.load_state_dict(through_file(optimizer.state_dict()))
-    for state in restored.state.values():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                assert value.dtype == (dtype if key == "momentum_buffer" else torch.float32), key
-    assert any("basis" in state or "inverse" in state for state in restored.state.values())
-
-
 class BesideItsModule(nn.Module):
     """The weight is used by its layer and once more past it, which capture cannot see."""
 

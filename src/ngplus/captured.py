@@ -47,7 +47,6 @@ class CapturedOptimizer(Optimizer):
     _gathers: type[Gathered] = Gathered
     _neutral: Mapping[str, Any] = {}  # values for the options of NG+ that a rival does not have
     _own_keys: tuple[str, ...] = ("momentum_buffer",)  # state that has the parameter's dtype; all else keeps its own
-    _step_supports_amp_scaling = True
     _initialising = False
 
     def __init__(
@@ -203,10 +202,6 @@ class CapturedOptimizer(Optimizer):
             self._check(group)
         gathering = self._gathering
         assert gathering is not None
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and bool(found_inf):  # torch.amp.GradScaler has found an overflow
-            gathering.forget()
-            return None
         gathering.finish()
         ranks = self._ranks or gathering.ranks
         if ranks is not None:
@@ -241,7 +236,7 @@ class CapturedOptimizer(Optimizer):
         for param in matrix.params:  # distributed checkpoints want an entry for every parameter
             self.state.setdefault(param, {})
         group = self._group(matrix)
-        gradient, rows = gradient_matrix(matrix, self._complete(group), getattr(self, "grad_scale", None))
+        gradient, rows = gradient_matrix(matrix, self._complete(group))
         return Work(matrix, group, self.state[matrix.params[0]], gradient, rows)
 
     def _take_up(self, work: Work, gathering: Gathering, uncovered: list[ParameterMatrix]) -> None:

@@ -12,9 +12,7 @@ from torch import Tensor
 from ngplus.matrices import ParameterMatrix
 
 
-def gradient_matrix(
-    matrix: ParameterMatrix, group: Mapping[str, Any], grad_scale: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def gradient_matrix(matrix: ParameterMatrix, group: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
     """G as [groups, m, n]. Of a sparse gradient only the rows that it touches, and their indices."""
     matrix.update_layout()
     grads = [p.grad for p in matrix.active_params]
@@ -32,8 +30,6 @@ def gradient_matrix(
     else:
         pairs = zip(matrix.active_params, grads, strict=True)
         gradient = matrix.layout.join([torch.zeros_like(p) if g is None else g for p, g in pairs]).to(matrix.dtype)
-    if grad_scale is not None:
-        gradient = gradient / grad_scale
     return (-gradient if group["maximize"] else gradient), rows
 
 
@@ -52,18 +48,16 @@ def check_finite(work: Iterable[ParameterMatrix]) -> Tensor:
     return norms
 
 
-def captured_scale(optimizer: Any) -> Tensor | float:
+def captured_scale() -> float:
     """The factor that gradients captured during backward carry in mixed precision.
 
-    A GradScaler sets ``grad_scale``, but not after ``unscale_`` (the recipe for clipping): then the gradients in .grad
-    are unscaled already, those captured are not, and only the scaler that is calling the optimizer has the number.
+    A GradScaler takes it off .grad before the step, and skips the step where it finds an overflow, as with any torch
+    optimizer. Only the scaler that is calling knows the number.
     """
-    scale = getattr(optimizer, "grad_scale", None)
-    if scale is None and getattr(optimizer, "found_inf", None) is not None:
-        frame = inspect.currentframe()
-        while frame is not None:
-            scaler = frame.f_locals.get("self")
-            if isinstance(scaler, torch.amp.GradScaler):
-                return scaler.get_scale()
-            frame = frame.f_back
-    return 1.0 if scale is None else scale
+    frame = inspect.currentframe()
+    while frame is not None:
+        scaler = frame.f_locals.get("self")
+        if isinstance(scaler, torch.amp.GradScaler):
+            return float(scaler.get_scale())
+        frame = frame.f_back
+    return 1.0

@@ -193,7 +193,7 @@ class NGPlus(CapturedOptimizer):
                 fresh = curvatures.mini_batch(matrix, work.gradient, group, seed)
             else:
                 cut = matrix.cut(matrix.side(group["side"]), group["block_size"])
-                fresh = curvatures.per_sample(gathered, group, cut, captured_scale(self))
+                fresh = curvatures.per_sample(gathered, group, cut, captured_scale())
             finite = curvatures.is_finite(fresh)
             if not finite:
                 if self._fits(matrix, group, state):

@@ -190,7 +190,7 @@ class KFAC(Rival):
             fresh = {"curvature": curved @ curved.mT}
         else:
             assert isinstance(gathered, _Sums)
-            fresh = gathered.means(gathered.scale(group, captured_scale(self)))
+            fresh = gathered.means(gathered.scale(group, captured_scale()))
         finite = all(bool(x.isfinite().all()) for x in fresh.values())
         if not finite:
             if self._fits(matrix, group, state):

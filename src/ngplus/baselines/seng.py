@@ -131,7 +131,7 @@ class SENG(Rival):
             parts: list[tuple[int, Part]] = [(0, one)]
         else:
             assert isinstance(gathered, _Columns)
-            scale = gathered.scale(group, captured_scale(self)) / gathered.used**0.5
+            scale = gathered.scale(group, captured_scale()) / gathered.used**0.5
             parts = [(start, _scaled(part, scale)) for start, part in gathered.parts]
         kept = _choose(parts, group["sketch"], seed_of(group))
         gram = gram_of([(start, _sketched(part, *kept)) for start, part in parts])

@@ -1,0 +1,128 @@
+"""PyTorch Lightning: NG+ from ``configure_optimizers``, with the trainer's accumulation, clipping and checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as lightning
+import reference
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import ngplus
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning")
+
+OPTIONS = {"lr": 0.1, "scaling": "inverse", "update_every": 3}
+STEPS, SAVED = 8, 4
+
+
+class Classifier(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        x, y = batch
+        self.log("accuracy", (self.net(x).argmax(1) == y).float().mean())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = ngplus.NGPlus(self.net, **OPTIONS)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def loader(batch: int = 8) -> DataLoader[tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(32, 6, generator=generator), torch.randint(3, (32,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=batch)
+
+
+def run(
+    folder: Path, steps: int = STEPS, resume: Path | None = None, accumulate: int = 1, **arguments: Any
+) -> tuple[Classifier, lightning.Trainer]:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(
+        max_steps=steps, accelerator="cpu", default_root_dir=folder, gradient_clip_val=0.1, enable_checkpointing=False,
+        accumulate_grad_batches=accumulate, **quiet, **arguments,
+    )  # fmt: skip
+    module = Classifier()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="pytorch_lightning")
+        path = None if resume is None else str(resume)
+        trainer.fit(module, loader(8 // accumulate), loader(), ckpt_path=path)
+    return module, trainer
+
+
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def plain_loop() -> Tensor:
+    net = Classifier().net
+    optimizer = ngplus.NGPlus(net, **OPTIONS)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for x, y in [*loader(), *loader()]:
+        F.cross_entropy(net(x), y).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return flat(net)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_trainer_makes_the_steps_of_a_plain_loop(accumulate: int, tmp_path: Path) -> None:
+    """With an evaluation after each epoch, and a closure in each step."""
+    module, trainer = run(tmp_path, accumulate=accumulate)
+    optimizer = trainer.optimizers[0]
+    assert isinstance(optimizer, ngplus.NGPlus)
+    assert optimizer.param_groups[0]["step"] == STEPS
+    assert {row.source for row in optimizer.plan()} == {"sample"}
+    assert reference.relative_error(flat(module), plain_loop()) < 1e-5
+
+
+def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
+    whole, _ = run(tmp_path)
+    _, trainer = run(tmp_path, steps=SAVED)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, after = run(tmp_path, resume=tmp_path / "half.ckpt")
+    assert after.global_step == STEPS
+    assert after.optimizers[0].param_groups[0]["step"] == STEPS
+    assert torch.equal(flat(resumed), flat(whole))
+
+
+def test_the_whole_module_may_be_given(tmp_path: Path) -> None:
+    """A LightningModule is a module like any other, though its forward is never called."""
+
+    class Whole(Classifier):
+        def configure_optimizers(self) -> Any:
+            optimizer = ngplus.NGPlus(self, **OPTIONS)
+            return [optimizer], [
+                {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}
+            ]
+
+    module = Whole()
+    trainer = lightning.Trainer(
+        max_steps=STEPS, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, default_root_dir=tmp_path, gradient_clip_val=0.1,
+    )  # fmt: skip
+    trainer.fit(module, loader())
+    assert reference.relative_error(flat(module), plain_loop()) < 1e-5
+
+
+def test_bfloat16_autocast(tmp_path: Path) -> None:
+    module, trainer = run(tmp_path, precision="bf16-mixed")
+    assert {row.source for row in trainer.optimizers[0].plan()} == {"sample"}
+    start = flat(Classifier())
+    assert reference.relative_error(flat(module) - start, plain_loop() - start) < 0.3
