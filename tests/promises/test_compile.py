@@ -4,6 +4,7 @@ recompilation for a schedule."""
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -194,6 +195,7 @@ def test_a_compiled_model_is_free_once_the_optimizer_is_gone() -> None:
     train(called, optimizer, 1)
     wrapped = model._compiled_call_impl
     del optimizer
+    gc.collect()
     assert model._compiled_call_impl is not wrapped
     x, y = data(4)
     loss_fn(called(x), y).backward()
