@@ -458,3 +458,41 @@ def test_sketch_larger_than_the_matrix_is_the_exact_product() -> None:
         train(optimizer, lambda model=model: loss_fn(model(x), y))
     for a, b in zip(plain.parameters(), sketched.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+# ------------------------------------------------------------------------------------------------ as a user reads them
+
+
+def test_warnings_point_at_the_users_line() -> None:
+    model = nn.LSTM(3, 2)
+    for optimizer in (
+        ngplus.NGPlus(model, lr=0.01),
+        ngplus.baselines.KFAC(model, lr=0.01),
+        ngplus.Preconditioner(model),
+    ):
+        model(torch.randn(4, 5, 3))[0].sum().backward()
+        with pytest.warns(UserWarning, match=r"No per-sample curvature for weight_ih_l0") as caught:
+            optimizer.step()
+        assert caught[0].filename == __file__
+
+
+def test_a_name_that_is_not_there_brings_the_nearest() -> None:
+    optimizer = ngplus.NGPlus(nn.Sequential(nn.Linear(3, 2)))
+    with pytest.raises(KeyError, match=r"No parameter '0.wieght' in this optimizer: did you mean '0.weight'\?"):
+        optimizer.curvature("0.wieght")
+    with pytest.raises(KeyError, match="No parameter 'x' in this plan"):
+        optimizer.plan()["x"]
+
+
+def test_errors_name_the_parameter() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="twice in one parameter group: again"):
+        ngplus.NGPlus([("weight", model.weight), ("bias", model.bias), ("again", model.weight)], curvature="batch")
+    online = ngplus.OnlineNGPlus(model.named_parameters())
+    model(torch.full((1, 3), torch.inf)).sum().backward()
+    with pytest.raises(RuntimeError, match="gradient of parameter weight is not finite"):
+        online.step()
+    with pytest.raises(ValueError, match=r"Invalid momentum: -1 \(a number of 0 or more\)"):
+        ngplus.NGPlus(model, momentum=-1)
+    with pytest.raises(ValueError, match=r"Invalid beta2: 1.0 \(a number of 0 or more and below 1\)"):
+        ngplus.NGPlus(model, beta2=1.0)

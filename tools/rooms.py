@@ -47,6 +47,7 @@ ROOMS = (
             "captured",
             "gathering",
             "gradients",
+            "notices",
             "optimizer",
             "options",
             "plan",

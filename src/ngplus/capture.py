@@ -100,7 +100,7 @@ class _Slot:
         matrix, batch = self.use.matrix, Batch(self.dim, self.call.batch_size)
         if self.grad.numel() == 0:
             if batch.size == 0:
-                raise ValueError(f"The batch that reached {matrix.name!r} has no samples")
+                raise ValueError(f"The batch that reached {matrix.name!r} has no samples: leave empty batches out")
             return None  # a layer that got none of the samples, such as an expert without tokens
         try:
             saved = self.held.saved_tensors  # may run a checkpointed forward again, hooks and all
@@ -487,7 +487,7 @@ def batch_dims(model: nn.Module, batch_dim: BatchDims) -> dict[nn.Module, int | 
     modules = dict(model.named_modules())
     for name, dim in by_name.items():
         if name not in modules:
-            raise ValueError(f"Invalid batch_dim: the model has no module {name!r}")
+            raise ValueError(f"Invalid batch_dim: the model has no module {name!r} (see model.named_modules())")
         if name or dim != 0:  # 0 for the whole model is the default, which leaves the Transformers their own
             dims.update(dict.fromkeys(modules[name].modules(), dim))
     return dims

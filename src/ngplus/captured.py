@@ -7,7 +7,7 @@ how a refresh turns that into state, and how state turns a gradient into a direc
 
 from __future__ import annotations
 
-import warnings
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from ngplus.curvature import Gathered, Group, State
 from ngplus.gathering import Gathering
 from ngplus.gradients import check_finite, gradient_matrix
 from ngplus.matrices import ParameterMatrix, Use, collect, named
+from ngplus.notices import warn
 from ngplus.sync import Ranks
 from ngplus.update import update_parameters
 
@@ -63,7 +64,7 @@ class CapturedOptimizer(Optimizer):
         if isinstance(params, nn.Module):
             if model is not None and model is not params:
                 raise ValueError(
-                    f"{type(self).__name__} got two models: one in place of the parameters and one as model="
+                    f"{type(self).__name__} got two models, one in place of the parameters and one as model=: give one"
                 )
             model = params
             params = list(_inside(model).named_parameters())
@@ -154,13 +155,17 @@ class CapturedOptimizer(Optimizer):
         added = self.param_groups[-1]
         try:
             if len(set(added["params"])) != len(added["params"]):
-                raise ValueError("A parameter is given twice in one parameter group")
+                twice = [i for i, p in enumerate(added["params"]) if any(p is q for q in added["params"][:i])]
+                names = added.get("param_names") or [f"number {i}" for i in range(len(added["params"]))]
+                raise ValueError(f"A parameter is given twice in one parameter group: {names[twice[0]]}")
             for i, param in enumerate(added["params"]):
                 name = added["param_names"][i] if "param_names" in added else f"number {i}"
                 if param.is_complex():
                     raise ValueError(f"Parameter {name} is complex; only real ones are taken (torch.view_as_real)")
                 if not param.is_floating_point():
-                    raise ValueError(f"Parameter {name} is {param.dtype}; only floating-point ones are taken")
+                    raise ValueError(
+                        f"Parameter {name} is {param.dtype}; only floating-point ones are taken: make it a buffer"
+                    )
         except ValueError:
             self.param_groups.pop()
             raise
@@ -247,9 +252,7 @@ class CapturedOptimizer(Optimizer):
             uncovered.append(matrix)
             gathered = None
         if not self._refresh(work, gathered):
-            warnings.warn(
-                f"The curvature of {matrix.name!r} is not finite; the last good one stays in use", stacklevel=6
-            )
+            warn(f"The curvature of {matrix.name!r} is not finite; the last good one stays in use")
 
     @property
     def _many_ranks(self) -> bool:
@@ -290,10 +293,9 @@ class CapturedOptimizer(Optimizer):
             for m in uncovered[:20]
         ]
         more = f" and {len(uncovered) - 20} more" if len(uncovered) > 20 else ""
-        warnings.warn(
+        warn(
             f"No per-sample curvature for {'; '.join(shown)}{more}. "
-            "Mini-batch curvature is used for them; plan() lists all",
-            stacklevel=6,  # the line of the user's step()
+            "Mini-batch curvature is used for them; plan() lists all"
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -306,7 +308,10 @@ class CapturedOptimizer(Optimizer):
         for matrix in self._matrices:
             if (which in matrix.names) if isinstance(which, str) else any(which is p for p in matrix.params):
                 return matrix
-        raise KeyError(f"No parameter {which!r} in this optimizer" if isinstance(which, str) else "Unknown parameter")
+        if not isinstance(which, str):
+            raise KeyError(f"A parameter of shape {tuple(which.shape)} is not one of this optimizer's")
+        near = difflib.get_close_matches(which, [name for m in self._matrices for name in m.names], 1)
+        raise KeyError(f"No parameter {which!r} in this optimizer{f': did you mean {near[0]!r}?' if near else ''}")
 
     # ---------------------------------------------------------------------------------------------- state
 

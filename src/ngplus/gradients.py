@@ -19,7 +19,10 @@ def gradient_matrix(matrix: ParameterMatrix, group: Mapping[str, Any]) -> tuple[
     rows, first = None, grads[0]
     if first is not None and first.is_sparse:
         if group["weight_decay"] != 0:
-            raise RuntimeError(f"weight_decay option is not compatible with the sparse gradient of {matrix.name!r}")
+            raise RuntimeError(
+                f"weight_decay option is not compatible with the sparse gradient of {matrix.name!r}: give it a "
+                "parameter group with weight_decay=0"
+            )
         first = first.coalesce()
         if len(grads) == 1 and matrix.side(group["side"]) == "right" and matrix.kinds[0] == "rows":
             rows = first.indices()

@@ -123,8 +123,17 @@ class OnlineNGPlus(Optimizer):
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
             if not param.is_floating_point():
+                name = self._name(param)
                 self.param_groups.pop()
-                raise ValueError(f"A parameter is {param.dtype}; OnlineNGPlus takes real floating-point ones")
+                raise ValueError(f"Parameter {name} is {param.dtype}; OnlineNGPlus takes real floating-point ones")
+
+    def _name(self, param: Tensor) -> str:
+        """As the user named it, or where it stands."""
+        for g, group in enumerate(self.param_groups):
+            for i, own in enumerate(group["params"]):
+                if own is param:
+                    return str(group["param_names"][i] if "param_names" in group else f"{i} of group {g}")
+        raise KeyError(param)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -138,9 +147,11 @@ class OnlineNGPlus(Optimizer):
             _check(group)
         for param, _ in work:
             if param.grad.is_sparse:
-                raise RuntimeError("OnlineNGPlus does not take sparse gradients")
+                raise RuntimeError(f"OnlineNGPlus does not take the sparse gradient of parameter {self._name(param)}")
             if not bool(param.grad.isfinite().all()):
-                raise RuntimeError("A gradient is not finite; no parameter has been changed")
+                raise RuntimeError(
+                    f"The gradient of parameter {self._name(param)} is not finite; no parameter has been changed"
+                )
         for param, group in work:
             self._round(param, group, self.state[param])
         return loss

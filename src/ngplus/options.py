@@ -55,7 +55,7 @@ def check(options: Mapping[str, Any]) -> None:
             raise ValueError(f"Invalid {name}: {options[name]!r} (one of {', '.join(map(repr, choices))})")
     SketchSpec.parse(options["sketch"])
     if options["nesterov"] and not options["momentum"] > 0:
-        raise ValueError("Nesterov momentum requires a momentum")
+        raise ValueError("Nesterov momentum requires a momentum above 0")
     if options["scaling"] == "adaptive" and not options["momentum"] < 1:
         raise ValueError(f"Invalid momentum: {options['momentum']} (below 1 with scaling='adaptive')")
     if options["solver"] in ("woodbury", "sketched"):
@@ -66,17 +66,23 @@ def check(options: Mapping[str, Any]) -> None:
                 f"solver={options['solver']!r} goes with curvature='sample': a moving average is not of low rank"
             )
         if options["damping"] == 0:
-            raise ValueError(f"solver={options['solver']!r} divides by the damping, which is 0")
+            raise ValueError(f"solver={options['solver']!r} divides by the damping, which is 0: take solver='dense'")
 
 
 def _number(name: str, value: Any, top: float = math.inf, open_top: bool = False, hint: str = "") -> None:
     if isinstance(value, str) or not isinstance(value, int | float | Tensor) or isinstance(value, bool):
-        raise ValueError(f"Invalid {name}: {value!r}{hint}")
+        raise ValueError(f"Invalid {name}: {value!r}{hint or _range(top, open_top)}")
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return  # not worth waiting for the device
     number = float(value)
     if not math.isfinite(number) or number < 0.0 or number > top or (open_top and number == top):
-        raise ValueError(f"Invalid {name}: {value}{hint}")
+        raise ValueError(f"Invalid {name}: {value}{hint or _range(top, open_top)}")
+
+
+def _range(top: float, open_top: bool) -> str:
+    if top == math.inf:
+        return " (a number of 0 or more)"
+    return f" (a number of 0 or more and below {top:g})" if open_top else f" (a number from 0 to {top:g})"
 
 
 def _whole(name: str, value: Any) -> None:

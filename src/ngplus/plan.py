@@ -92,7 +92,7 @@ class Plan(Sequence[PlanRow]):
             for row in self.rows:
                 if index in row.parameters:
                     return row
-            raise KeyError(index)
+            raise KeyError(f"No parameter {index!r} in this plan")
         return self.rows[index]
 
     def __len__(self) -> int:

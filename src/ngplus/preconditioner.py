@@ -31,7 +31,9 @@ class Preconditioner:
     def __init__(self, model: nn.Module | Any, **options: Any) -> None:
         foreign = {"lr", "nesterov", "weight_decay", "decoupled_weight_decay", "maximize"} & set(options)
         if foreign:
-            raise TypeError(f"{', '.join(sorted(foreign))}: set in the optimizer that makes the step")
+            raise TypeError(
+                f"Preconditioner takes no {', '.join(sorted(foreign))}: set in the optimizer that makes the step"
+            )
         self._optimizer = NGPlus(model, lr=1.0, **{"momentum": 0.0, "scaling": "inverse", **options})
 
     @property

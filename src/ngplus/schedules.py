@@ -24,7 +24,9 @@ def _initial(group: dict[str, Any]) -> float:
     """The damping that a group began with; a group added later begins when the schedule first sees it."""
     if "initial_damping" not in group:
         if isinstance(group["damping"], str):
-            raise ValueError(f"A schedule needs a number to start from, not damping={group['damping']!r}")
+            raise ValueError(
+                f"A schedule needs a number to start from, not damping={group['damping']!r}: give the optimizer one"
+            )
         group["initial_damping"] = group["damping"]
     return float(group["initial_damping"])
 
@@ -86,8 +88,8 @@ class ExponentialDamping(LambdaDamping):
 
     def __init__(self, optimizer: HasGroups, rate: float, every: float = 10.0) -> None:
         if not rate > 0.0:
-            raise ValueError(f"Invalid rate: {rate}")
+            raise ValueError(f"Invalid rate: {rate} (a number above 0)")
         if not every > 0.0:
-            raise ValueError(f"Invalid every: {every}")
+            raise ValueError(f"Invalid every: {every} (a number above 0)")
         self.rate, self.every = rate, every
         super().__init__(optimizer, lambda epoch: rate ** (epoch / every))

@@ -47,7 +47,7 @@ class Rival(CapturedOptimizer):
 
     def _check(self, group: Mapping[str, Any]) -> None:
         if isinstance(group["damping"], str):
-            raise ValueError(f"Invalid damping: {group['damping']!r}")
+            raise ValueError(f"Invalid damping: {group['damping']!r} ({type(self).__name__} takes a number)")
         super()._check(group)
 
     def _bound(self, uses: list[Use]) -> None:

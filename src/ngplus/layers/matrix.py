@@ -53,7 +53,8 @@ class Layout:
         self.shapes, self.kinds, self.groups = tuple(shapes), tuple(kinds), groups
         sizes = [_rows_and_cols(shape, kind, groups) for shape, kind in zip(shapes, kinds, strict=True)]
         if len({rows for rows, _ in sizes}) != 1:
-            raise ValueError(f"Parameters of shapes {[tuple(s) for s in shapes]} do not form one matrix")
+            found = [tuple(shape) for shape in shapes]
+            raise ValueError(f"Parameters of shapes {found} are not one matrix: as {tuple(kinds)} their rows differ")
         self.rows = sizes[0][0]
         self.widths = [cols for _, cols in sizes]
         self.cols = sum(self.widths)
