@@ -58,9 +58,7 @@ def captured_scale() -> float:
     optimizer. Only the scaler that is calling knows the number.
     """
     frame = inspect.currentframe()
-    while frame is not None:
-        scaler = frame.f_locals.get("self")
-        if isinstance(scaler, torch.amp.GradScaler):
-            return float(scaler.get_scale())
+    # No look at the variables of other frames: Python would keep them alive with the frame.
+    while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
         frame = frame.f_back
-    return 1.0
+    return 1.0 if frame is None else float(frame.f_locals["self"].get_scale())
