@@ -25,6 +25,7 @@ from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
 from ngplus.compiled import CompiledCalls, uncompiled
+from ngplus.dtensor import whole
 from ngplus.factors import Factors, join, widen
 from ngplus.layers import Batch, Watcher
 from ngplus.layers.rule import NotPerSample, no_mixed_precision
@@ -108,7 +109,11 @@ class _Slot:
             if "modified by an inplace operation" not in str(error):
                 raise
             raise NotPerSample("the input of its module was changed in place") from error
-        built = self.build(saved, self.grad.reshape(self.shape), self.use.active, batch)
+        # Tensor parallelism: inputs and gradients come in parts, by features. All ranks put them together.
+        saved, grad = tuple(None if x is None else whole(x) for x in saved), whole(self.grad.reshape(self.shape))
+        if not matrix.counted:
+            return None
+        built = self.build(saved, grad, self.use.active, batch)
         return widen(built, self.use.columns, matrix.layout.cols)
 
 
@@ -341,7 +346,7 @@ class Capture:
             try:
                 factors = slot.factors()
             except NotPerSample as reason:
-                matrix.fall_back(str(reason))
+                matrix.give_up(str(reason))
                 self._ready.pop(id(matrix), None)
                 return
             finally:
@@ -388,6 +393,8 @@ def _functional() -> bool:
 def _reaches(matrix: ParameterMatrix) -> bool:
     """Does this backward pass go on to the matrix's parameters, or only to an input whose gradient is asked for?"""
     for param in matrix.active_params:
+        if matrix.managed:  # FSDP2's unsharded parameters are in the graph, these are not
+            return True
         with torch.enable_grad():
             view = param.expand_as(param).grad_fn
         leaf = None if view is None else view.next_functions[0][0]

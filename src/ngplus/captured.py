@@ -8,6 +8,7 @@ how a refresh turns that into state, and how state turns a gradient into a direc
 from __future__ import annotations
 
 import difflib
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +22,11 @@ from ngplus import options
 from ngplus.capture import BatchDims
 from ngplus.curvature import Gathered, Group, State
 from ngplus.gathering import Gathering
-from ngplus.gradients import check_finite, gradient_matrix
+from ngplus.gradients import agree, check_finite, gradient_matrix
 from ngplus.matrices import ParameterMatrix, Use, collect, named
 from ngplus.notices import warn
-from ngplus.sync import Ranks
+from ngplus.sharding import shards_of
+from ngplus.sync import DISTRIBUTIONS, Ranks, Replicas, Team, cut_of
 from ngplus.update import update_parameters
 
 
@@ -57,7 +59,11 @@ class CapturedOptimizer(Optimizer):
         batch_dim: BatchDims,
         defaults: dict[str, Any],
         process_group: ProcessGroup | None = None,
+        distribution: str = "communication",
     ) -> None:
+        if distribution not in DISTRIBUTIONS:
+            raise ValueError(f"Invalid distribution: {distribution!r} (one of {', '.join(map(repr, DISTRIBUTIONS))})")
+        self._distribution = distribution
         defaults = {**defaults, "step": 0}
         self._check(defaults)
         self._option_names = tuple(defaults)
@@ -133,7 +139,10 @@ class CapturedOptimizer(Optimizer):
         self._of_param: dict[nn.Parameter, Group] = {p: group for group in self.param_groups for p in group["params"]}
         # Empty parameters have no matrix and no step.
         self._matrices, uses = collect(self._model, {p: name for p, name in names.items() if p.numel() > 0})
+        self._teams: list[Team] = list(shards_of(self._matrices, self._model, self._of_param))
+        self._team_of = {id(matrix): team for team in self._teams for matrix in team.matrices}
         self._gathering = Gathering(self._matrices, self._of_param, self._gathers)
+        self._find_replicas()
         if self._model is not None and any(map(self._captures, self.param_groups)):
             self._gathering.watch(self._model, uses, self._batch_dim, self._compiled)
         self._bound(uses)
@@ -185,6 +194,21 @@ class CapturedOptimizer(Optimizer):
         pairs = [(names.get(p, label), p) for p, label in zip(params, labels, strict=True)]
         return {**param_group, "params": pairs}
 
+    def _find_replicas(self) -> None:
+        """The team of the plain parameters; the model may be put into a DistributedDataParallel after the optimizer."""
+        assert self._gathering is not None
+        ranks = self._ranks or self._gathering.ranks
+        if ranks is None or any(isinstance(team, Replicas) for team in self._teams):
+            return
+        plain = [m for m in self._matrices if self._team(m) is None]
+        if plain:
+            self._teams.append(Replicas(ranks, plain, self._of_param, self._distribution))
+            self._team_of.update({id(matrix): self._teams[-1] for matrix in plain})
+
+    def _team(self, matrix: ParameterMatrix) -> Team | None:
+        """The ranks that share the work on a matrix."""
+        return self._team_of.get(id(matrix))
+
     # ---------------------------------------------------------------------------------------------- the step
 
     @torch.no_grad()
@@ -208,41 +232,68 @@ class CapturedOptimizer(Optimizer):
         gathering = self._gathering
         assert gathering is not None
         gathering.finish()
-        ranks = self._ranks or gathering.ranks
-        if ranks is not None:
-            gathering.synchronise(ranks, [m for m in self._matrices if self._captures(self._group(m)) and self._due(m)])
-        with_gradient = [m for m in self._matrices if any(p.grad is not None for p in m.params)]
-        if not with_gradient:
+        self._find_replicas()
+        due = {id(m) for m in self._matrices if self._due(m)}
+        for team in self._teams:
+            asked = [m for m in team.matrices if id(m) in due and self._captures(self._group(m))]
+            self._share(team, gathering.synchronise(team, asked), gathering, due)
+        present, norms = self._with_gradients()
+        if not present:
             if gathering.forward_seen:
                 raise RuntimeError(
                     "No parameter has a gradient, though the model has been called: the loss does not reach any "
                     "parameter of this optimizer, or backward() was not called"
                 )
             return None
-        norms = check_finite(with_gradient)
         # Distributed checkpoints make a step with lr = 0 and zero gradients, only to have the state initialised.
         self._initialising = all(float(g["lr"]) == 0.0 for g in self.param_groups) and not bool(norms.any())
-        works = [self._work(matrix) for matrix in with_gradient]
+        works = self._works(present)
         uncovered: list[ParameterMatrix] = []
         for work in works:
             self._observe(work)
-            if self._due(work.matrix):
+            if id(work.matrix) in due:
                 self._take_up(work, gathering, uncovered)
         directions: dict[nn.Parameter, Tensor] = {}
         for work, direction in zip(works, self._precondition(works), strict=True):
             directions.update(_by_parameter(work, *direction))
             if self._initialising:
                 self._initialised(work.group, work.state)
+        for team in self._teams:
+            away = [m for m in present if self._team(m) is team and team.is_away(m)]
+            directions.update(team.hand_out(away, directions) if away else {})
         self._warn_uncovered(uncovered)
-        return directions
+        return {param: direction for param, direction in directions.items() if param.grad is not None}
 
-    def _work(self, matrix: ParameterMatrix) -> Work:
-        """A matrix's part of this step. Its curvature is in the state of the first of its parameters."""
-        for param in matrix.params:  # distributed checkpoints want an entry for every parameter
-            self.state.setdefault(param, {})
-        group = self._group(matrix)
-        gradient, rows = gradient_matrix(matrix, self._complete(group))
-        return Work(matrix, group, self.state[matrix.params[0]], gradient, rows)
+    def _with_gradients(self) -> tuple[list[ParameterMatrix], Tensor]:
+        """The matrices of this step, and the norms of the gradients. A team that exchanges gradients or directions in
+        every step agrees on them first."""
+        busy = [team for team in self._teams if any(map(team.is_away, team.matrices))]
+        agreed = [agree(team) for team in busy]
+        apart = {id(m) for team in busy for m in team.matrices}
+        present = [m for m in self._matrices if id(m) not in apart and any(p.grad is not None for p in m.params)]
+        norms = torch.cat([check_finite(present).double(), *(norms for _, norms in agreed)])
+        return present + [m for matrices, _ in agreed for m in matrices], norms
+
+    def _works(self, present: Sequence[ParameterMatrix]) -> list[Work]:
+        """The parts of this step that are done on this rank. A matrix's curvature is in its first parameter's state."""
+        works = []
+        given: dict[int, list[Tensor]] = {}
+        for team in self._teams:
+            given.update(team.gather([m for m in present if self._team(m) is team]))
+        for matrix in present:
+            for param in matrix.params:  # distributed checkpoints want an entry for every parameter
+                self.state.setdefault(param, {})
+            group, state, its_team = self._group(matrix), self.state[matrix.params[0]], self._team(matrix)
+            if self._due(matrix):
+                state["refreshed"] = self._measures(matrix)
+            if its_team is not None and not its_team.keeps(matrix):
+                continue
+            gradient, rows = gradient_matrix(matrix, self._complete(group), given.get(id(matrix)))
+            works.append(Work(matrix, group, state, gradient, rows))
+        return works
+
+    def _share(self, team: Team, fresh: list[ParameterMatrix], gathering: Gathering, due: set[int]) -> None:
+        """Refreshes the matrices whose curvature every rank of a team keeps; they are due no more."""
 
     def _take_up(self, work: Work, gathering: Gathering, uncovered: list[ParameterMatrix]) -> None:
         """The refresh of one matrix, from what was gathered for it."""
@@ -256,7 +307,7 @@ class CapturedOptimizer(Optimizer):
 
     @property
     def _many_ranks(self) -> bool:
-        return self._ranks is not None or (self._gathering is not None and self._gathering.ranks is not None)
+        return bool(self._teams)
 
     def _group(self, matrix: ParameterMatrix) -> Group:
         """A matrix goes by the options of its first parameter's group."""
@@ -273,9 +324,21 @@ class CapturedOptimizer(Optimizer):
 
     def _due(self, matrix: ParameterMatrix) -> bool:
         group = self._group(matrix)
+        return group["step"] % group["update_every"] == 0 or not self._fitted(matrix)
+
+    def _fitted(self, matrix: ParameterMatrix) -> bool:
+        """Is there curvature that fits? Where it is with its owner alone, all ranks go by what they have noted."""
         # .get: a look must not make an entry, since an optimizer with no state is one that has not been initialised
-        held = self.state.get(matrix.params[0], {})
-        return group["step"] % group["update_every"] == 0 or not self._fits(matrix, group, held)
+        held, team = self.state.get(matrix.params[0], {}), self._team(matrix)
+        if team is not None and team.is_away(matrix):
+            return bool(held.get("refreshed") == self._measures(matrix))
+        return self._fits(matrix, self._group(matrix), held)
+
+    def _measures(self, matrix: ParameterMatrix) -> int:
+        """What the curvature was last made for, as a number: torch's load_state_dict does not take strings."""
+        group = self._complete(self._group(matrix))
+        cut = cut_of(matrix, group)
+        return zlib.crc32(f"{matrix.side(group['side'])} {cut} {matrix.dtype} {group['scaling']}".encode())
 
     def _arm(self) -> None:
         for matrix in self._matrices:
@@ -335,12 +398,20 @@ class CapturedOptimizer(Optimizer):
             for key in self._option_names:  # options that are newer than the checkpoint
                 group.setdefault(key, self.defaults[key])
         self._of_param.update({param: group for group in self.param_groups for param in group["params"]})
+        for team in self._teams:
+            for matrix in filter(team.owns, team.matrices):
+                held = self.state.get(matrix.params[0], {})
+                if team.is_away(matrix) and "refreshed" in held and not self._fits(matrix, self._group(matrix), held):
+                    raise RuntimeError(
+                        f"The curvature of {matrix.name!r} is not in the state that was loaded. Where each rank keeps "
+                        "its share, save with torch.distributed.checkpoint, or each rank's state in a file of its own"
+                    )
         if self._gathering is not None:
             self._gathering.forget()
         self._arm()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_model", "_batch_dim", "_option_names")
+        own = ("_model", "_batch_dim", "_option_names", "_distribution")
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}, "_compiled": None, "_ranks": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -351,13 +422,13 @@ class CapturedOptimizer(Optimizer):
 
 
 def _by_parameter(work: Work, direction: Tensor, rows: Tensor | None) -> dict[nn.Parameter, Tensor]:
-    """A matrix's direction as those of its parameters, for those that have a gradient."""
+    """A matrix's direction as those of its parameters."""
     if rows is not None:
         first = work.matrix.params[0]
         values = direction[0].to(first.dtype).contiguous()
         return {first: torch.sparse_coo_tensor(rows, values, first.shape, is_coalesced=True, check_invariants=False)}
     parts = zip(work.matrix.active_params, work.matrix.layout.split(direction), strict=True)
-    return {param: part.to(param.dtype) for param, part in parts if param.grad is not None}
+    return {param: part.to(param.dtype) for param, part in parts}
 
 
 def _inside(model: nn.Module) -> nn.Module:

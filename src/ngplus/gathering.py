@@ -16,7 +16,7 @@ from ngplus.capture import BatchDims, Capture
 from ngplus.curvature import Gathered, Group
 from ngplus.factors import Bags, Factors, Lookup
 from ngplus.matrices import ParameterMatrix, Use
-from ngplus.sync import Ranks
+from ngplus.sync import Ranks, Sum, Team, cut_of
 
 CHECKED_ROWS = 1_000_000  # embeddings above this size are not checked for uses that capture has missed
 
@@ -61,20 +61,24 @@ class Gathering:
         if self._capture is not None:
             self._capture.flush()
 
-    def synchronise(self, ranks: Ranks, due: list[ParameterMatrix]) -> None:
-        """On all ranks alike: the sums of these matrices become those of all ranks' samples."""
-        entries = []
+    def synchronise(self, team: Team, due: list[ParameterMatrix]) -> list[ParameterMatrix]:
+        """On all ranks alike: the sums of these matrices become those of all ranks' samples, at those that need them.
+
+        Returns the matrices for which any rank has counted samples.
+        """
+        sums = []
         for matrix in due:
-            group = self._groups[matrix.params[0]]
-            cut = matrix.cut(matrix.side(group["side"]), group["block_size"])
             gathered = self._gathered.setdefault(id(matrix), self._gathers())
-            entries.append((gathered, cut, matrix.dtype, matrix.params[0].device))
-        failed = ranks.add_up(entries, [matrix.source == "batch" for matrix in due])
-        for matrix, (gathered, *_), bad in zip(due, entries, failed, strict=True):
-            if bad and matrix.source != "batch":
-                matrix.fall_back("another rank has no per-sample curvature for it")
-            if not gathered.used:
+            cut = cut_of(matrix, self._groups[matrix.params[0]])
+            failed = matrix.source == "batch" or bool(matrix.reason)
+            sums.append((matrix, Sum(gathered, cut, matrix.dtype, matrix.params[0].device, failed)))
+        team.add_up(sums)
+        for matrix, s in sums:
+            if s.failed and matrix.source != "batch":
+                matrix.fall_back(matrix.reason or "another rank has no per-sample curvature for it")
+            if s.failed or not s.gathered.used or not team.keeps(matrix):
                 del self._gathered[id(matrix)]
+        return [matrix for matrix, s in sums if s.gathered.used and not s.failed]
 
     def take(self, matrix: ParameterMatrix) -> Gathered | None:
         return self._gathered.pop(id(matrix), None)
@@ -111,7 +115,9 @@ class Gathering:
         if self.ranks is None:
             self.ranks = Ranks.of(nn.parallel.DistributedDataParallel._active_ddp_module, None)
         for matrix in self._matrices:
-            if id(matrix) in self._gathered and all(p.grad is None for p in matrix.params):
+            # FSDP2 keeps the gradients of accumulated micro-batches to itself.
+            dropped = not matrix.managed and all(p.grad is None for p in matrix.params)
+            if id(matrix) in self._gathered and dropped:
                 del self._gathered[id(matrix)]
 
     def _check_coverage(self) -> None:

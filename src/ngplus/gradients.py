@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ngplus.dtensor import local
 from ngplus.matrices import ParameterMatrix
+from ngplus.sync import Team
 
 
-def gradient_matrix(matrix: ParameterMatrix, group: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """G as [groups, m, n]. Of a sparse gradient only the rows that it touches, and their indices."""
+def gradient_matrix(
+    matrix: ParameterMatrix, group: Mapping[str, Any], given: Sequence[Tensor] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """G as [groups, m, n]. Of a sparse gradient only the rows that it touches, and their indices.
+
+    ``given`` are the gradients of the trained parameters where they had to be put together from several ranks.
+    """
     matrix.update_layout()
-    grads = [p.grad for p in matrix.active_params]
+    grads = [p.grad for p in matrix.active_params] if given is None else list(given)
     rows, first = None, grads[0]
     if first is not None and first.is_sparse:
         if group["weight_decay"] != 0:
@@ -39,16 +46,39 @@ def gradient_matrix(matrix: ParameterMatrix, group: Mapping[str, Any]) -> tuple[
 def check_finite(work: Iterable[ParameterMatrix]) -> Tensor:
     """The norms of the gradients, or an error with the names of those that are not finite."""
     grads = [(name, p.grad) for m in work for name, p in zip(m.names, m.params, strict=True) if p.grad is not None]
+    if not grads:
+        return torch.zeros(0)
     tensors = [grad.coalesce().values() if grad.is_sparse else grad for _, grad in grads]
     norms = torch.stack([n.float().cpu() for n in torch._foreach_norm(tensors)])
-    finite = norms.isfinite()
-    if not bool(finite.all()):
-        bad = [name for (name, _), good in zip(grads, finite.tolist(), strict=True) if not good]
+    _refuse([name for (name, _), good in zip(grads, norms.isfinite().tolist(), strict=True) if not good])
+    return norms
+
+
+def _refuse(bad: Sequence[str]) -> None:
+    if bad:
         raise RuntimeError(
             f"Gradients that are not finite, or too large for their norm: {', '.join(bad[:5])}"
             f"{' and more' if len(bad) > 5 else ''}. No parameter was changed"
         )
-    return norms
+
+
+def agree(team: Team) -> tuple[list[ParameterMatrix], Tensor]:
+    """The matrices of a team for which any rank has a gradient, and the norms, the same on all ranks.
+
+    What one rank refuses all refuse, so that none waits for it.
+    """
+    rows = [(name, p) for m in team.matrices for name, p in zip(m.names, m.params, strict=True)]
+    table = torch.zeros(len(rows), 2, dtype=torch.float64)
+    present = [(i, local(p.grad)) for i, (_, p) in enumerate(rows) if p.grad is not None]
+    if present:
+        norms = torch.stack([n.double().cpu() for n in torch._foreach_norm([grad for _, grad in present])])
+        table[[i for i, _ in present]] = torch.stack((norms, torch.ones_like(norms)), dim=1)
+    shared = table.to(rows[0][1].device)
+    team.agree(shared)
+    norms, counts = shared.cpu().unbind(1)
+    _refuse([name for (name, _), good in zip(rows, norms.isfinite().tolist(), strict=True) if not good])
+    seen = {p for (_, p), count in zip(rows, counts.tolist(), strict=True) if count}
+    return [m for m in team.matrices if any(p in seen for p in m.params)], norms
 
 
 def captured_scale() -> float:

@@ -31,6 +31,11 @@ class ParameterMatrix:
         self.seen: tuple[int, int] | None = None  # samples and positions of the last refresh
         self.form: str | None = None  # and the form of product that it took
         self.reason = ""  # why the source is the mini-batch
+        self.sparse = False  # its gradients may be sparse
+        # Of sharded parameters (ngplus.sharding):
+        self.managed = False  # by FSDP2: in the graph other tensors stand for them
+        self.counted = True  # this rank counts the samples of its capture
+        self.in_step = False  # other ranks see the same samples, and all capture alike until the step
         self.update_layout()
 
     @property
@@ -54,6 +59,13 @@ class ParameterMatrix:
     def fall_back(self, reason: str) -> None:
         """Leaves per-sample curvature for that of the mini-batch gradient."""
         self.source, self.reason = "batch", reason
+
+    def give_up(self, reason: str) -> None:
+        """The same in the middle of a pass; where other ranks capture in step with this one, at the step."""
+        if self.in_step:
+            self.reason = reason
+        else:
+            self.fall_back(reason)
 
     @property
     def active_params(self) -> list[nn.Parameter]:
@@ -133,6 +145,7 @@ def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tupl
             if matrix.kinds[of_param[p][1]] != spec.kinds[i] or matrix.groups != spec.groups:
                 clashes.add(p)
         matrix.update_layout()
+        matrix.sparse = matrix.sparse or bool(getattr(module, "sparse", False))
         uses.append(Use(module, rule, index, matrix, tuple(parts)))
 
     claimed: set[nn.Module] = set()

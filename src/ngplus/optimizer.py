@@ -11,16 +11,17 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from ngplus import adaptive
+from ngplus import adaptive, sharing
 from ngplus import curvature as curvatures
 from ngplus.background import Background
 from ngplus.capture import BatchDims
 from ngplus.captured import CapturedOptimizer, Direction, Work
 from ngplus.curvature import Fresh, Gathered, Group, Solved, State
-from ngplus.gathering import seed_of
+from ngplus.gathering import Gathering, seed_of
 from ngplus.gradients import captured_scale
 from ngplus.matrices import ParameterMatrix, Use
 from ngplus.plan import Plan, plan_of
+from ngplus.sync import Replicas, Team, cut_of
 from ngplus.update import graft_length, with_length
 
 LONGEST = 16  # with drift, no layer waits longer than this many times T
@@ -98,6 +99,9 @@ class NGPlus(CapturedOptimizer):
         seed: of the sub-samples and sketches.
         process_group: the ranks that train the model together and average its gradients; of a DistributedDataParallel
             model its own.
+        distribution: of replicated parameters, as with DistributedDataParallel. ``"communication"``: each inverse or
+            eigenbasis is found by one rank and sent to all at a refresh; steps send nothing. ``"memory"``: that rank
+            alone keeps the curvature, and sends the direction in every step. Sharded parameters always go by owners.
     """
 
     def __init__(
@@ -132,6 +136,7 @@ class NGPlus(CapturedOptimizer):
         seed: int = 0,
         maximize: bool = False,
         process_group: ProcessGroup | None = None,
+        distribution: str = "communication",
     ) -> None:
         defaults: dict[str, Any] = {
             "lr": lr,
@@ -160,7 +165,7 @@ class NGPlus(CapturedOptimizer):
             "seed": seed,
             "maximize": maximize,
         }
-        super().__init__(params, model, batch_dim, defaults, process_group)
+        super().__init__(params, model, batch_dim, defaults, process_group, distribution)
 
     def _captures(self, group: Mapping[str, Any]) -> bool:
         return bool(group["curvature"] != "batch")
@@ -183,35 +188,61 @@ class NGPlus(CapturedOptimizer):
     def _refresh(self, work: Work, gathered: Gathered | None) -> bool:
         """L or R and its inverse, or its eigenbasis."""
         matrix, group, state = work.matrix, work.group, work.state
-        seed, finite = seed_of(group), True
-        if group["curvature"] == "batch":
-            stacks = curvatures.read(state, "curvature")
-            assert stacks is not None
-            fresh = Fresh(stacks)
-        else:
-            if gathered is None:
-                fresh = curvatures.mini_batch(matrix, work.gradient, group, seed)
-            else:
-                cut = matrix.cut(matrix.side(group["side"]), group["block_size"])
-                fresh = curvatures.per_sample(gathered, group, cut, captured_scale())
-            finite = curvatures.is_finite(fresh)
-            if not finite:
-                if self._fits(matrix, group, state):
-                    return False
-                fresh = Fresh([torch.zeros_like(m) for m in fresh.dense()])
-            elif group["curvature"] == "momentum":
-                fresh = curvatures.average(state, fresh, group)
-            else:
-                self._held[id(matrix)] = fresh
+        fresh, finite = self._fresh(work, gathered)
+        if fresh is None:
+            return False
         fits = self._fits(matrix, group, state)
         if group["drift"] is not None and fits:
             self._drifts[id(matrix)] = curvatures.drift(state, fresh, group)
         if group["background"] is not False and fits:
-            job = partial(curvatures.solved, fresh, dict(group), seed)
+            job = partial(curvatures.solved, fresh, dict(group), seed_of(group))
             self._background.start(id(matrix), group["step"], matrix.params[0].device, job)
         else:
-            self._install(state, curvatures.solved(fresh, group, seed), group)
+            self._install(state, curvatures.solved(fresh, group, seed_of(group)), group)
         return finite
+
+    def _fresh(self, work: Work, gathered: Gathered | None) -> tuple[Fresh | None, bool]:
+        """The curvature to be inverted, None where the last one stays in use, and whether what came was finite."""
+        matrix, group, state = work.matrix, work.group, work.state
+        if group["curvature"] == "batch":
+            stacks = curvatures.read(state, "curvature")
+            assert stacks is not None
+            return Fresh(stacks), True
+        if gathered is None:
+            fresh = curvatures.mini_batch(matrix, work.gradient, group, seed_of(group))
+        else:
+            fresh = curvatures.per_sample(gathered, group, cut_of(matrix, group), captured_scale())
+        if not curvatures.is_finite(fresh):
+            if self._fits(matrix, group, state):
+                return None, False
+            return Fresh([torch.zeros_like(m) for m in fresh.dense()]), False
+        if group["curvature"] == "momentum":
+            return curvatures.average(state, fresh, group), True
+        self._held[id(matrix)] = fresh
+        return fresh, True
+
+    def _share(self, team: Team, fresh: list[ParameterMatrix], gathering: Gathering, due: set[int]) -> None:
+        """Of a matrix that every rank keeps, the owner finds the inverse or the eigenbasis, and all get it."""
+        if not isinstance(team, Replicas):
+            return
+        shared = [matrix for matrix in fresh if team.shares(matrix)]
+        solved: list[Solved | None] = []
+        for matrix in shared:
+            due.discard(id(matrix))
+            for param in matrix.params:
+                self.state.setdefault(param, {})
+            work = Work(matrix, self._group(matrix), self.state[matrix.params[0]], torch.empty(0), None)
+            work.state["refreshed"] = self._measures(matrix)
+            # Where all ranks keep the moving average, all have the sums; else the owner has.
+            gathered = gathering.take(matrix)
+            known = gathered is not None and gathered.total is not None
+            latest = self._fresh(work, gathered)[0] if known else None
+            owned = team.owns(matrix)
+            solved.append(sharing.solved(latest, work.state, work.group, seed_of(work.group)) if owned else None)
+        for matrix, new in zip(shared, sharing.send(team, shared, self._of_param, solved), strict=True):
+            state = self.state[matrix.params[0]]
+            if not sharing.unchanged(state, new):
+                self._install(state, new, self._group(matrix))
 
     def _take_up_solved(self, work: Work) -> None:
         """What the background has solved for this matrix, if it is there and its time has come."""
@@ -233,7 +264,7 @@ class NGPlus(CapturedOptimizer):
         group, held = self._group(matrix), self.state.get(matrix.params[0], {})
         if group["drift"] is None or "refresh_at" not in held:
             return super()._due(matrix)
-        return group["step"] >= held["refresh_at"] or not self._fits(matrix, group, held)
+        return group["step"] >= held["refresh_at"] or not self._fitted(matrix)
 
     def _advance(self) -> None:
         self._schedule_refreshes()
@@ -246,6 +277,8 @@ class NGPlus(CapturedOptimizer):
         moved = [m for m in due if id(m) in self._drifts]
         values = torch.stack([self._drifts[id(m)] for m in moved]).tolist() if moved else []
         by_matrix = dict(zip(map(id, moved), values, strict=True))
+        for team in self._teams:  # what only the owner knows
+            sharing.tell_all(team, [m for m in due if self._team(m) is team and team.is_away(m)], by_matrix)
         for matrix in due:
             group, state = self._group(matrix), self.state.get(matrix.params[0])
             if not state:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ngplus.dtensor import like, local
+
 Group = dict[str, Any]
 State = dict[str, Any]
 
@@ -24,7 +26,7 @@ def update_parameters(
         lr = lr.reshape(())
     elif torch.compiler.is_compiling():  # a number becomes a constant of the graph, and a schedule recompiles it
         lr = torch.zeros(()) + lr
-    params: list[Tensor] = []
+    whole: list[nn.Parameter] = []
     steps: list[Tensor] = []
     for param in group["params"]:
         direction = directions.get(param)
@@ -33,16 +35,17 @@ def update_parameters(
         if direction.is_sparse:
             param.add_(direction, alpha=-float(lr))
         else:
-            params.append(param)
+            whole.append(param)
             steps.append(direction)
-    if not params:
+    if not whole:
         return
+    params = [local(param) for param in whole]  # of sharded parameters, the part that is here
     if decay != 0 and group["decoupled_weight_decay"]:
         torch._foreach_mul_(params, 1 - lr * decay)
     elif decay != 0:
         steps = list(torch._foreach_add(steps, params, alpha=decay))
     if group["momentum"] != 0 and group["scaling"] == "inverse":
-        steps = _with_momentum(group, params, steps, states)
+        steps = _with_momentum(group, whole, steps, states)
     if isinstance(lr, Tensor):
         torch._foreach_add_(params, torch._foreach_mul(steps, -lr.to(params[0].device)))
     else:
@@ -50,7 +53,7 @@ def update_parameters(
 
 
 def _with_momentum(
-    group: Mapping[str, Any], params: list[Tensor], steps: list[Tensor], states: MutableMapping[Tensor, State]
+    group: Mapping[str, Any], params: list[nn.Parameter], steps: list[Tensor], states: MutableMapping[Tensor, State]
 ) -> list[Tensor]:
     momentum = group["momentum"]
     # Adam's step length already counts the past: a plain sum of such steps would be 1 / (1 - momentum) times as long.
@@ -60,14 +63,14 @@ def _with_momentum(
     for param, step in zip(params, steps, strict=True):
         state = states[param]
         if "momentum_buffer" not in state or group["step"] == 0:
-            state["momentum_buffer"] = step.clone()
+            state["momentum_buffer"] = like(param, step.clone())
         else:
-            old.append(state["momentum_buffer"])
+            old.append(local(state["momentum_buffer"]))
             fresh.append(step)
     if old:
         torch._foreach_mul_(old, momentum)
         torch._foreach_add_(old, fresh, alpha=1 - dampening)
-    buffers = [states[param]["momentum_buffer"] for param in params]
+    buffers = [local(states[param]["momentum_buffer"]) for param in params]
     return list(torch._foreach_add(steps, buffers, alpha=momentum)) if group["nesterov"] else buffers
 
 

@@ -1,0 +1,34 @@
+"""Sharded parameters are DTensors: a rank's part of one, the whole, and the way back. Plain tensors are their own part.
+
+A DTensor is known by its methods: torch.distributed.tensor takes a while to import.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def is_dtensor(x: Any) -> bool:
+    return hasattr(x, "to_local")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part; a tensor that is not sharded is its own."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All parts together, on every rank."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def like(param: Tensor, part: Tensor) -> Tensor:
+    """A part of the same place as this rank's part of a parameter, as a tensor of the parameter's kind."""
+    if not is_dtensor(param):
+        return part
+    kind: Any = param
+    return type(kind.data).from_local(
+        part, kind.device_mesh, kind.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )

@@ -1,0 +1,89 @@
+"""The model, the batches and the options that all the ways to train are held equal on."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ngplus
+
+STEPS, BATCH = 20, 12
+LR = 0.02
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sample": {"scaling": "inverse", "damping": 0.5, "update_every": 3},
+    "momentum": {"scaling": "inverse", "damping": 0.5, "update_every": 3, "curvature": "momentum"},
+    "batch": {"scaling": "inverse", "damping": 0.5, "update_every": 3, "curvature": "batch"},
+    "blocks": {"scaling": "inverse", "damping": 0.5, "update_every": 3, "block_size": 3},
+    "relative": {"scaling": "inverse", "damping": "auto", "update_every": 3, "graft": "sgd", "weight_decay": 1e-3},
+    # In float64: where two eigenvalues are close their eigenvectors follow the rounding, and Adam's step with them.
+    "adaptive": {"scaling": "adaptive", "update_every": 3, "curvature": "momentum", "eps": 1e-4},
+}
+
+
+def precision(name: str) -> torch.dtype:
+    return torch.float64 if OPTIONS[name]["scaling"] == "adaptive" else torch.float32
+
+
+def convolutions(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Left and right sides, a grouped convolution, a norm, sizes that no number of ranks divides."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.Tanh(),
+        nn.Conv2d(4, 4, 3, groups=2),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(16, 9),
+        nn.LayerNorm(9),
+        nn.Linear(9, 3),
+    )
+    return net.to(dtype)
+
+
+def batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    size = 8 if step == STEPS - 1 else BATCH  # a last, short batch
+    x, y = torch.randn(size, 1, 6, 6, generator=generator), torch.randn(size, 3, generator=generator)
+    return x.to(dtype), y.to(dtype)
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    """One loss a sample."""
+    return (output - target).square().sum(1)
+
+
+def share(count: int, rank: int, world: int, unequal: bool) -> slice:
+    """Each rank's samples; where they are unequal the first rank has the most."""
+    sizes = [count - world + 1] + [1] * (world - 1) if unequal else [count // world] * world
+    end = sum(sizes[: rank + 1])
+    return slice(end - sizes[rank], end)
+
+
+@functools.cache
+def alone(name: str) -> list[Tensor]:
+    """The parameters of one process on the whole batches."""
+    net = convolutions(precision(name))
+    optimizer = ngplus.NGPlus(net, lr=LR, **OPTIONS[name])
+    for step in range(STEPS):
+        x, y = batch(step, precision(name))
+        optimizer.zero_grad()
+        squared(net(x), y).mean().backward()
+        optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+def assert_same_everywhere(found: list[list[Tensor]]) -> None:
+    """Bit for bit."""
+    for other in found[1:]:
+        for i, (a, b) in enumerate(zip(found[0], other, strict=True)):
+            assert torch.equal(a, b), f"parameter {i} differs by {float((a - b).abs().max())}"
+
+
+def assert_close(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-5) -> None:
+    for got, want in zip(found, wanted, strict=True):
+        error = float((got - want).norm() / want.norm())
+        assert error < tolerance, f"{tuple(want.shape)}: {error}"

@@ -1,0 +1,43 @@
+"""Who owns what: a pure function of the costs, the same on every rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from ngplus.blocks import Cut
+from ngplus.sync import assign
+
+
+def loads(costs: list[float], owners: list[int], ranks: int) -> list[float]:
+    return [sum(c for c, o in zip(costs, owners, strict=True) if o == r) for r in range(ranks)]
+
+
+def test_assignment_is_balanced_and_the_same_everywhere() -> None:
+    costs = [float((7 * i) % 13 + 1) for i in range(40)]
+    owners = assign(costs, 4)
+    shares = loads(costs, owners, 4)
+    assert owners == assign(costs, 4)
+    assert max(shares) <= 4 / 3 * sum(costs) / 4 + max(costs)
+    assert max(shares) - min(shares) <= max(costs)
+
+
+def test_small_cases() -> None:
+    assert assign([], 3) == []
+    assert assign([5.0, 1.0], 1) == [0, 0]
+    assert assign([1.0, 5.0, 2.0], 2) == [1, 0, 1]  # the heaviest first
+    assert assign([1.0, 1.0, 1.0], 3) == [0, 1, 2]  # equal ones in their order
+    assert set(assign([3.0, 2.0], 8)) == {0, 1}  # more ranks than work
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_within_four_thirds_of_the_best(ranks: int) -> None:
+    """A case whose best assignment is known: each rank's load cut into three pieces."""
+    pieces = [(0.5, 0.3, 0.2), (0.6, 0.25, 0.15), (0.4, 0.35, 0.25)]
+    costs = [c for r in range(ranks) for c in pieces[r % 3]]
+    assert max(loads(costs, assign(costs, ranks), ranks)) <= 4 / 3 + 1e-9
+
+
+@pytest.mark.parametrize("block", [None, 2])
+def test_a_triangle_has_half_the_numbers(block: int | None) -> None:
+    """The lower triangle of the smaller side, d (d + 1) / 2 numbers a block."""
+    assert Cut.of(2, 5, block).triangle == 2 * (15 if block is None else 3 + 3 + 1)

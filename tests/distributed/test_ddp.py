@@ -1,0 +1,138 @@
+"""DistributedDataParallel: the parameters of one process on the same global batch, on 2 and 4 ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ngplus
+from distributed.pool import Pool
+from distributed.setting import (
+    LR,
+    OPTIONS,
+    STEPS,
+    alone,
+    assert_close,
+    assert_same_everywhere,
+    batch,
+    convolutions,
+    precision,
+    share,
+    squared,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train: the options, who keeps the curvature, and how the samples are shared out."""
+
+    options: str
+    distribution: str = "communication"
+    unequal: bool = False
+    accumulate: bool = False
+    wrapped_later: bool = False  # the optimizer was made first, of the plain model
+
+    def __str__(self) -> str:
+        marks = [name for name in ("unequal", "accumulate", "wrapped_later") if getattr(self, name)]
+        return "-".join([self.options, self.distribution, *marks])
+
+
+CASES = [Case(name, distribution) for name in OPTIONS for distribution in ("communication", "memory")]
+CASES += [Case("sample", wrapped_later=True), Case("sample", "memory", wrapped_later=True)]
+CASES += [
+    Case(name, distribution, unequal=True, accumulate=True)
+    for name in ("sample", "momentum")
+    for distribution in ("communication", "memory")
+]
+
+
+def train(rank: int, world: int, case: Case) -> list[Tensor]:
+    dtype = precision(case.options)
+    plain = convolutions(dtype)
+    net = None if case.wrapped_later else DistributedDataParallel(plain)
+    optimizer = ngplus.NGPlus(net or plain, lr=LR, distribution=case.distribution, **OPTIONS[case.options])
+    net = net or DistributedDataParallel(plain)
+    for step in range(STEPS):
+        x, y = batch(step, dtype)
+        mine = share(len(x), rank, world, case.unequal)
+        middle = (mine.start + mine.stop) // 2
+        parts = [mine]
+        if case.accumulate and middle > mine.start:
+            parts = [slice(mine.start, middle), slice(middle, mine.stop)]
+        optimizer.zero_grad()
+        for part in parts:
+            with contextlib.nullcontext() if part is parts[-1] else net.no_sync():
+                # DDP averages over ranks: this weight makes the average that over all samples.
+                (squared(net(x[part]), y[part]).sum() * world / len(x)).backward()
+        optimizer.step()
+    return [p.detach() for p in plain.parameters()]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_ranks_equal_one_process(ranks: Callable[[int], Pool], case: Case) -> None:
+    found = ranks(2).run(train, case)
+    assert_same_everywhere(found)
+    assert_close(found[0], alone(case.options))
+
+
+@pytest.mark.parametrize("distribution", ["communication", "memory"])
+@pytest.mark.parametrize("unequal", [False, True])
+def test_four_ranks_equal_one_process(ranks: Callable[[int], Pool], distribution: str, unequal: bool) -> None:
+    found = ranks(4).run(train, Case("sample", distribution, unequal))
+    assert_same_everywhere(found)
+    assert_close(found[0], alone("sample"))
+
+
+class Sometimes(nn.Module):
+    """A part that only some ranks' samples go through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.some = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, take: bool) -> Tensor:
+        y = torch.tanh(self.always(x))
+        return y + self.some(y) if take else y
+
+
+def some_ranks(rank: int, world: int, distribution: str, averaged: bool) -> list[Tensor]:
+    """For three steps no rank's samples go through the part, then those of the last rank alone. Without DDP's average
+    the other rank has no gradient for it."""
+    plain = Sometimes()
+    net = DistributedDataParallel(plain, find_unused_parameters=True)
+    model = net if averaged else plain
+    optimizer = ngplus.NGPlus(net, lr=LR, scaling="inverse", update_every=2, distribution=distribution)
+    for step in range(6):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+        optimizer.zero_grad()
+        model(x, take=step > 2 and rank == world - 1).square().sum(1).mean().backward()
+        if not averaged:
+            for p in plain.always.parameters():
+                torch.distributed.all_reduce(p.grad)
+        optimizer.step()
+    return [p.detach() for p in plain.parameters()]
+
+
+@pytest.mark.parametrize("distribution", ["communication", "memory"])
+def test_a_rank_whose_module_got_no_samples(ranks: Callable[[int], Pool], distribution: str) -> None:
+    found = ranks(2).run(some_ranks, distribution, True)
+    assert_same_everywhere(found)
+    for before, after in zip(Sometimes().parameters(), found[0], strict=True):
+        assert after.isfinite().all()
+        assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("distribution", ["communication", "memory"])
+def test_nothing_hangs_where_one_rank_has_no_gradient(ranks: Callable[[int], Pool], distribution: str) -> None:
+    first, second = ranks(2).run(some_ranks, distribution, False)
+    start = [p.detach() for p in Sometimes().parameters()]
+    assert_same_everywhere([first[:2], second[:2]])
+    assert all(torch.equal(a, b) for a, b in zip(first[2:], start[2:], strict=True))  # as in torch.optim: no gradient
+    assert not any(torch.equal(a, b) for a, b in zip(second, start, strict=True))

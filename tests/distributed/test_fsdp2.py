@@ -1,0 +1,151 @@
+"""FSDP2 and HSDP: sharded parameters end where one process ends, and each rank keeps its share of the curvature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import ngplus
+from distributed.pool import Pool
+from distributed.setting import (
+    LR,
+    OPTIONS,
+    STEPS,
+    alone,
+    assert_close,
+    assert_same_everywhere,
+    batch,
+    convolutions,
+    precision,
+    share,
+    squared,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """The options, the shape of the mesh (None: all ranks shard), and how the samples are shared out."""
+
+    options: str
+    mesh: tuple[int, int] | None = None
+    unequal: bool = False
+    accumulate: bool = False
+
+    def __str__(self) -> str:
+        marks = [name for name in ("unequal", "accumulate") if getattr(self, name)]
+        return "-".join([self.options, *(["hsdp"] if self.mesh else []), *marks])
+
+
+def sharded(net: nn.Sequential, mesh: tuple[int, int] | None = None) -> nn.Sequential:
+    """Two layers in a group of their own, the rest with the root."""
+    of = None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+    for layer in (net[2], net[5]):
+        fully_shard(layer, mesh=of)
+    fully_shard(net, mesh=of)
+    return net
+
+
+def train(rank: int, world: int, case: Case) -> list[Any]:
+    dtype = precision(case.options)
+    net = sharded(convolutions(dtype), case.mesh)
+    optimizer = ngplus.NGPlus(net, lr=LR, **OPTIONS[case.options])
+    for step in range(STEPS):
+        x, y = batch(step, dtype)
+        mine = share(len(x), rank, world, case.unequal)
+        middle = (mine.start + mine.stop) // 2
+        parts = [slice(mine.start, middle), slice(middle, mine.stop)] if case.accumulate else [mine]
+        optimizer.zero_grad()
+        for part in parts:
+            net.set_requires_gradient_sync(part is parts[-1])
+            (squared(net(x[part]), y[part]).sum() * world / len(x)).backward()
+        optimizer.step()
+    kept = sum(
+        value.numel()
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if isinstance(value, Tensor) and key != "momentum_buffer"
+    )
+    buffers = [s["momentum_buffer"] for s in optimizer.state.values() if "momentum_buffer" in s]
+    assert all(b.placements == p.placements for b, p in zip(buffers, net.parameters(), strict=False))
+    return [[p.detach().full_tensor() for p in net.parameters()], kept]
+
+
+def assert_like_one_process(found: list[list[Any]], options: str) -> None:
+    assert_same_everywhere([params for params, _ in found])
+    assert_close(found[0][0], alone(options))
+
+
+CASES = [Case(name) for name in OPTIONS]
+CASES += [Case("sample", unequal=True), Case("sample", accumulate=True), Case("adaptive", accumulate=True)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_ranks_equal_one_process(ranks: Callable[[int], Pool], case: Case) -> None:
+    assert_like_one_process(ranks(2).run(train, case), case.options)
+
+
+@pytest.mark.parametrize("case", [Case("sample"), Case("sample", unequal=True), Case("adaptive")], ids=str)
+def test_four_ranks_equal_one_process(ranks: Callable[[int], Pool], case: Case) -> None:
+    assert_like_one_process(ranks(4).run(train, case), case.options)
+
+
+@pytest.mark.parametrize("case", [Case(name, (2, 2)) for name in ("sample", "momentum", "adaptive")], ids=str)
+def test_hybrid_sharding_equals_one_process(ranks: Callable[[int], Pool], case: Case) -> None:
+    assert_like_one_process(ranks(4).run(train, case), case.options)
+
+
+def test_each_rank_keeps_its_share_of_the_curvature(ranks: Callable[[int], Pool]) -> None:
+    """Together the ranks hold what one process holds, and each matrix is on one rank alone."""
+    net = convolutions(torch.float64)
+    optimizer = ngplus.NGPlus(net, **OPTIONS["adaptive"])
+    x, y = batch(0, torch.float64)
+    squared(net(x), y).mean().backward()
+    optimizer.step()
+    whole = sum(v.numel() for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
+    shares = [kept for _, kept in ranks(2).run(train, Case("adaptive"))]
+    assert sum(shares) == whole
+    assert max(shares) < 0.75 * whole
+
+
+class Experts(nn.Module):
+    """Two layers, and samples that go to one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = x[:, 0] < 0
+        out = x.new_empty(len(x), 3)
+        out[left], out[~left] = torch.tanh(self.first(x[left])), torch.tanh(self.second(x[~left]))
+        return out
+
+
+def with_experts(rank: int, world: int, wrapped: bool) -> list[Tensor]:
+    """All samples of a rank go to one expert."""
+    net = Experts()
+    if wrapped:
+        fully_shard(net)
+    optimizer = ngplus.NGPlus(net, lr=LR, scaling="inverse", update_every=2)
+    for step in range(6):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        x[:, 0] = x[:, 0].abs() * torch.tensor([-1.0] * 4 + [1.0] * 4)
+        mine = slice(4 * rank, 4 * rank + 4) if wrapped else slice(None)
+        optimizer.zero_grad()
+        net(x[mine]).square().sum(1).mean().backward()
+        optimizer.step()
+    return [p.detach().full_tensor() if wrapped else p.detach() for p in net.parameters()]
+
+
+def test_a_rank_whose_module_got_no_samples(ranks: Callable[[int], Pool]) -> None:
+    found = ranks(2).run(with_experts, True)
+    assert_same_everywhere(found)
+    assert_close(found[0], with_experts(0, 1, False))
