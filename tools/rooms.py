@@ -32,14 +32,16 @@ ROOMS = (
     Room("gfim", "factors of G_i to L or R", ("blocks", "factors", "fisher", "sketch")),
     Room("solve", "L and lambda to an inverse", ("solve",), ("gfim",)),
     Room("layers", "a rule for each layer type", ("layers",), ("gfim",)),
-    Room("capture", "the model's passes to factors", ("capture", "compiled", "matrices"), ("gfim", "layers")),
+    Room(
+        "capture", "the model's passes to factors", ("capture", "compiled", "dtensor", "matrices"), ("gfim", "layers")
+    ),
     Room(
         "curvature",
         "L, its average and inverse, as state",
         ("adaptive", "background", "curvature"),
         ("gfim", "solve", "capture"),
     ),
-    Room("sync", "what crosses ranks", ("sync",), ("gfim", "curvature")),
+    Room("sync", "what crosses ranks", ("sharding", "sharing", "sync"), ("gfim", "capture", "curvature")),
     Room(
         "optimizer",
         "the step, as in Algorithm 1",
