@@ -1,6 +1,6 @@
 """What needs a fresh process: peak memory, and the time of an import.
 
-``python -m ngplus.lab.bench.processes NAME JSON`` is one such process; it prints its result as JSON.
+``python -m ngplus.lab.bench.processes NAME THREADS JSON`` is one such process; it prints its result as JSON.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ def peak_bytes() -> int:
 
 
 def in_process(name: str, **options: Any) -> Numbers:
-    """The result of one of the functions below, in a new process."""
-    command = [sys.executable, "-m", __name__, name, json.dumps(options)]
+    """The result of one of the functions below, in a new process with as many threads as this one."""
+    import torch
+
+    command = [sys.executable, "-m", __name__, name, str(torch.get_num_threads()), json.dumps(options)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"The process that measures {name} has failed:\n{done.stderr[-2000:]}")
@@ -57,37 +59,30 @@ MEMORY: dict[str, Numbers] = {
 
 
 def memory(setting: Setting) -> Taken:
+    """On ResNet-50; the quick one on the MLP, which is sooner imported."""
+    problem = "mlp" if setting.quick else "resnet"
     peaks: dict[str, list[int]] = {name: [] for name in MEMORY}
     for number in range(setting.repeats):
         for name, options in MEMORY.items():
             setting.say(f"round {number + 1} of {setting.repeats}: {name}")
-            peaks[name].append(in_process("steps", quick=setting.quick, threads=_threads(), **options)["peak"])
+            peaks[name].append(in_process("steps", problem=problem, quick=setting.quick, **options)["peak"])
     return Taken({}, {"peaks": peaks})
 
 
-def steps(optimizer: str, every: int | None, quick: bool, threads: int) -> Numbers:
+def steps(problem: str, optimizer: str, every: int | None, quick: bool) -> Numbers:
     """The first step, always a refresh, has a batch that takes no memory; then three with the whole batch, of which the
     last is a refresh where ``every`` is 3."""
-    import torch
-
     from ngplus.lab.bench.problems import PROBLEMS
     from ngplus.lab.bench.training import ADAPTIVE, FIRST_ORDER, INVERSE, Contender
 
-    torch.set_num_threads(threads)
-    problem = PROBLEMS["resnet"](quick)
+    chosen = PROBLEMS[problem](quick)
     hyper = FIRST_ORDER.get(optimizer) or {"ngplus": ADAPTIVE, "ngplus-paper": INVERSE}[optimizer]
-    contender = Contender(problem, optimizer, {**hyper, **({} if every is None else {"update_every": every})})
-    problem.small_loss(contender.model).backward()
+    contender = Contender(chosen, optimizer, {**hyper, **({} if every is None else {"update_every": every})})
+    chosen.small_loss(contender.model).backward()
     contender.optimizer.step()
     for _ in range(3):
         contender.train(Stopwatch(), "")
     return {"peak": peak_bytes()}
-
-
-def _threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
 
 
 # ---------------------------------------------------------------------------------------------- the time of an import
@@ -96,7 +91,7 @@ def _threads() -> int:
 def imports(setting: Setting) -> Taken:
     """``import torch`` and ``import ngplus`` (which imports torch), each in a process of its own."""
     turns = {name: _import_turn(name) for name in ("torch", "ngplus")}
-    return Taken(take_turns(turns, setting.repeats, say=setting.say))
+    return Taken(take_turns(turns, setting.repeats, warmup=0 if setting.quick else 1, say=setting.say))
 
 
 def _import_turn(name: str) -> Turn:
@@ -134,4 +129,7 @@ def embedding(optimizer: str, rows: int, every: int) -> Numbers:
 CHILDREN: dict[str, Callable[..., Numbers]] = {"steps": steps, "embedding": embedding}
 
 if __name__ == "__main__":
-    print(json.dumps(CHILDREN[sys.argv[1]](**json.loads(sys.argv[2]))))
+    import torch
+
+    torch.set_num_threads(int(sys.argv[2]))
+    print(json.dumps(CHILDREN[sys.argv[1]](**json.loads(sys.argv[3]))))
