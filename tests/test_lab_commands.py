@@ -18,7 +18,7 @@ pytest.importorskip("pytorch_optimizer")
 
 from typer.testing import CliRunner
 
-from ngplus.lab import runs, training
+from ngplus.lab import collection, runs, training
 from ngplus.lab.cli import app
 
 CONFIG = runs.Config("digits", "small", "sgd", {}, 100, 100, 16, 10, 0.9, "accuracy", True)
@@ -132,7 +132,7 @@ def test_a_trial_ends_when_nothing_more_is_to_be_learned(monkeypatch: pytest.Mon
 def test_a_trial_that_cannot_win_ends() -> None:
     from ngplus.lab import optimizers, tune
 
-    study = tune.open_study("sqlite:///one.db", "one")
+    study = tune.open_study("sqlite:///one.db", "one", CONFIG)
     made = tune.Plan(optimizers.get("sgd"), CONFIG, study, 3, 0, 1, "target", None)
     study.tell(study.ask(), 0.3)  # the target after 30 of 100 steps
     look = tune.stopper(made, study.ask(), CONFIG)
@@ -142,9 +142,12 @@ def test_a_trial_that_cannot_win_ends() -> None:
 
 
 def test_two_processes_do_not_make_a_trial_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    import optuna
+
     from ngplus.lab import tune
 
-    study = tune.open_study("sqlite:///tuning.db", "digits-small-adam-target")
+    ngplus("tune", "digits", "-o", "adam", "--trials", "1", *SHORT)
+    study = optuna.load_study(study_name="digits-small-adam-target", storage="sqlite:///tuning.db")
     other = study.ask()  # somebody else is at it
     told: list[int] = []
     real = tune.make_trial
@@ -156,9 +159,10 @@ def test_two_processes_do_not_make_a_trial_too_many(monkeypatch: pytest.MonkeyPa
             study.tell(other, 0.9)
 
     monkeypatch.setattr(tune, "make_trial", counted)
-    ngplus("tune", "digits", "-o", "adam", "--trials", "2", *SHORT)
+    ngplus("tune", "digits", "-o", "adam", "--trials", "3", *SHORT)
     assert told == [True]
-    assert len(trials_of("adam")) == 2
+    assert len(trials_of("adam")) == 3
+    assert "steps 6 there and 7 now" in ngplus("tune", "digits", "-o", "adam", *SHORT, "--steps", "7", code=2)
 
 
 def test_runs_that_diverge_are_recorded_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +184,7 @@ def test_compare_takes_several_workloads() -> None:
     said = ngplus("compare", "digits,autoencoder", "-o", "adam", "--seeds", "1", "--steps", "2", "--out", "both")
     assert "Digits, small CNN" in said
     assert "autoencoder" in said
-    assert [run.config.workload for run in runs.find([Path("both")])] == ["autoencoder", "digits"]
+    assert [run.config.workload for run in collection.find([Path("both")])] == ["autoencoder", "digits"]
     assert "No workload is named" in ngplus("compare", ",", code=2)
 
 

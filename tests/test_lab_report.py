@@ -19,11 +19,12 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from ngplus.lab import runs
+from ngplus.lab import collection, runs
 from ngplus.lab.cli import app
 from ngplus.lab.report import svg
 from ngplus.lab.report.curves import groups
 from ngplus.lab.report.page import render
+from ngplus.lab.report.summary import table
 from ngplus.lab.runs import Config, Run, RunError, summarise
 
 HOSTILE = '"><script>document.title="hacked"</script><img src=x onerror=alert(1)>$\\frac{&#x27;\x1b[31m\u202e'
@@ -142,6 +143,93 @@ def test_the_command_writes_a_page_pictures_and_a_collection(tmp_path: Path) -> 
     assert not (tmp_path / "again.png").exists()
 
 
+def test_the_summary_says_where_ngplus_wins_ties_and_loses(tmp_path: Path) -> None:
+    rates = {  # the accuracy is 1 - exp(-rate * step): the target of 0.9 is there after 2.3 / rate steps
+        "won": {"ngplus": 0.2, "adam": 0.1, "soap": 0.12},
+        "tied": {"ngplus": 0.2, "adam": 0.2},
+        "lost": {"ngplus": 0.1, "ngplus-paper": 0.3, "adam": 0.2},
+        "never": {"ngplus": 0.01, "adam": 0.01},
+    }
+    for workload, held in rates.items():
+        for optimizer, rate in held.items():
+            for seed in range(2):
+                save(tmp_path / workload, run(optimizer, seed, rate, workload=workload))
+    page = tmp_path / "results.md"
+    result = CliRunner().invoke(app, ["report", *(str(tmp_path / name) for name in rates), "--summary", str(page)])
+    assert result.exit_code == 0, result.output
+    text = page.read_text()
+    assert "NG+ wins on won. NG+ ties on tied. NG+ loses on lost." in text
+    assert "| won | 15 | soap, 22 | 1.50 | wins |" in text
+    assert "| never | not reached | adam, not reached | – | neither gets there |" in text
+    assert "| ngplus-paper |  |  | 10 |  |" in text
+    assert "Not measured yet" in text
+    assert "ms a step" not in text
+    assert not (tmp_path / "report.html").exists()
+    names = sorted(path.name for path in (tmp_path / "results").iterdir())
+    assert names == ["lost-small.png", "never-small.png", "steps", "tied-small.png", "won-small.png"]
+    # from what is kept the page can be made again; new runs come before old ones, and timed ones beside them
+    kept = [str(path) for path in sorted((tmp_path / "results" / "steps").iterdir())]
+    order = [str(path) for path in (tmp_path / "results" / "steps" / f"{w}-small.json" for w in rates)]
+    assert sorted(order) == kept
+    result = CliRunner().invoke(app, ["report", *order, "--summary", str(page)])
+    assert result.exit_code == 0, result.output
+    assert page.read_text() == text
+    for seed in range(2):
+        save(tmp_path / "new", run("ngplus", seed, 0.6, workload="lost"))
+    arguments = ["report", str(tmp_path / "new"), *order, "--timed", str(tmp_path / "new"), "--timed", order[0]]
+    result = CliRunner().invoke(app, [*arguments, "--summary", str(page)])
+    assert result.exit_code == 0, result.output
+    text = page.read_text()
+    assert "NG+ wins on lost, won. NG+ ties on tied. NG+ loses on none." in text
+    assert "NG+ wins on won. NG+ ties on none. NG+ loses on none." in text  # by time: nobody to compare with on lost
+    assert "ms a step" in text
+    assert (tmp_path / "results" / "timed.json").exists()
+
+
+def test_a_thinned_run_has_its_looks_and_the_mean_training_loss() -> None:
+    made = run()
+    made = replace(
+        made, metrics=[{k: v for k, v in row.items() if k != "train_loss" or row["step"]} for row in made.metrics]
+    )
+    kept = collection.thinned(made).metrics
+    assert [row["step"] for row in kept] == list(range(0, 51, 5))
+    assert "train_loss" not in kept[0]
+    want = sum(math.exp(-0.1 * step) for step in range(6, 11)) / 5
+    assert kept[2]["train_loss"] == pytest.approx(want, rel=1e-5)
+    assert kept[2]["accuracy"] == pytest.approx(1 - math.exp(-1), rel=1e-5)
+
+
+def test_what_was_measured_at_the_end_has_a_column() -> None:
+    made = run()
+    assert made.result is not None
+    made = replace(made, result=replace(made.result, scores={"bleu": 12.25}))
+    headings, lines = table([made])
+    assert lines[0][headings.index("bleu")] == "12.25"
+    assert "bleu" in render(groups([made]), "t")
+
+
+@pytest.mark.parametrize("change", [{"runs": [7]}, {"tuning": []}, {"format": 9}])
+def test_a_damaged_collection_is_named(change: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "all.json"
+    collection.write(path, [run()])
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(RunError, match=re.escape(str(path))):
+        collection.find([path])
+
+
+@pytest.mark.parametrize(
+    "metrics", [[], {"step": [0]}, {"step": [0], "seconds": [0, 1]}, {"step": ["x"], "seconds": [0]}]
+)
+def test_damaged_metrics_of_a_collection_are_named(metrics: Any, tmp_path: Path) -> None:
+    path = tmp_path / "all.json"
+    collection.write(path, [run()])
+    held = json.loads(path.read_text())
+    held["runs"][0]["metrics"] = metrics
+    path.write_text(json.dumps(held))
+    with pytest.raises(RunError, match=re.escape(str(path))):
+        collection.find([path])
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -161,7 +249,7 @@ def test_damaged_files_are_named(name: str, content: str, tmp_path: Path) -> Non
     save(tmp_path, run())
     (tmp_path / "run0" / name).write_text(content)
     with pytest.raises(RunError, match=re.escape(name)):
-        runs.find([tmp_path])
+        collection.find([tmp_path])
 
 
 def test_a_configuration_of_wrong_types_is_refused(tmp_path: Path) -> None:

@@ -25,10 +25,7 @@ def register(app: typer.Typer) -> None:
 
 @options.with_changes
 def compare(
-    workload: Annotated[
-        str,
-        typer.Argument(metavar="WORKLOAD", help="digits, qm9, …; several with commas between."),
-    ],
+    workload: options.WorkloadNames,
     optimizers: Annotated[str, typer.Option("--optimizers", "-o", help="Names with commas between, or all.")] = DEFAULT,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds: 0, 1, 2, …")] = 3,
     preset: options.PresetName = "small",
@@ -60,7 +57,7 @@ def compare(
         shared.use_threads(threads, preset)
         wanted = rivals.pick(optimizers)
         parts = []
-        for name in _names(workload):
+        for name in shared.listed(workload):
             chosen, size = shared.open_preset(name, preset, changes, sets or [], None)
             root = Path("runs") / f"{name}-{preset}" if out is None else out / name if "," in workload else out
             configs = {
@@ -77,13 +74,6 @@ def compare(
                     _show(console, chosen.title, runs, len(configs), root)
                 if not going_on:
                     break
-
-
-def _names(text: str) -> list[str]:
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names:
-        raise ValueError("No workload is named")
-    return names
 
 
 def _check_folders(configs: dict[Path, Config], fresh: bool) -> None:
@@ -133,15 +123,16 @@ def _make(configs: dict[Path, Config], task: Task, device: str, console: Console
 def _show(console: Console, title: str, runs: list[Run], wanted: int, root: Path) -> None:
     from rich.table import Table
 
-    from ngplus.lab.report.summary import HEADINGS, caption, rows
+    from ngplus.lab.report import summary
 
     if not runs:
         return
-    table = Table(title=shared.shown(title), caption=shared.shown(caption(runs)), caption_justify="left")
-    for number, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="left" if number == 0 else "right", no_wrap=True)
-    for row in rows(runs):
-        table.add_row(*(shared.shown(cell) for cell in row.cells()))
+    headings, lines = summary.table(runs)
+    table = Table(title=shared.shown(title), caption=shared.shown(summary.caption(runs)), caption_justify="left")
+    for number, heading in enumerate(headings):
+        table.add_column(shared.shown(heading), justify="left" if number == 0 else "right", no_wrap=True)
+    for line in lines:
+        table.add_row(*(shared.shown(cell) for cell in line))
     console.print(table)
     if len(runs) < wanted or any(run.result is None or not run.result.ended for run in runs):
         console.print("Not all runs are there yet: the same command goes on with them.")

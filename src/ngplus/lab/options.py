@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 WorkloadName = Annotated[str, typer.Argument(metavar="WORKLOAD", help="digits, autoencoder, cifar10, qm9, …")]
+WorkloadNames = Annotated[str, typer.Argument(metavar="WORKLOAD", help="digits, qm9, …; several with commas between.")]
 PresetName = Annotated[str, typer.Option("--preset", help="The size: small, up to a minute on one core, or paper.")]
 Data = Annotated[
     Path | None,

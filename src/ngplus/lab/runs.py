@@ -18,7 +18,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -186,7 +186,7 @@ def read_metrics(path: Path) -> Metrics:
     for number, line in enumerate(lines[:-1], start=1):  # each whole line ends in a line feed
         try:
             row = json.loads(line)
-            if not isinstance(row, dict) or not all(_is_number(row.get(key)) for key in ("step", "seconds")):
+            if not isinstance(row, dict) or not all(is_number(row.get(key)) for key in ("step", "seconds")):
                 raise ValueError("no step and seconds")
         except (ValueError, RecursionError) as error:
             raise RunError(f"{path} is damaged in line {number}: {error}") from error
@@ -243,7 +243,7 @@ def _umask() -> int:
     return mask
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -290,11 +290,11 @@ def load(folder: Path) -> Run:
         config=config,
         environment=surroundings if isinstance(surroundings, dict) else {},
         metrics=read_metrics(folder / "metrics.jsonl"),
-        result=_result(read_json(ending), ending) if ending.exists() else None,
+        result=read_result(read_json(ending), ending) if ending.exists() else None,
     )
 
 
-def _result(content: Any, where: Path) -> Result:
+def read_result(content: Any, where: Path) -> Result:
     numbers = {f.name for f in fields(Result)} - {"status", "reason", "scores"}
     try:
         result = Result(**content)
@@ -303,72 +303,11 @@ def _result(content: Any, where: Path) -> Result:
     for name in numbers:
         value = getattr(result, name)
         optional = name not in ("step", "seconds", "state_bytes")
-        if not (_is_number(value) or (optional and value is None)):
+        if not (is_number(value) or (optional and value is None)):
             raise RunError(f"{where} has {name}={_short(value)}, which is no number")
     if not isinstance(result.status, str) or not isinstance(result.reason, str):
         raise RunError(f"{where} has no status")
     scores = result.scores
-    if not isinstance(scores, dict) or not all(x is None or _is_number(x) for x in scores.values()):
+    if not isinstance(scores, dict) or not all(x is None or is_number(x) for x in scores.values()):
         raise RunError(f"{where} has scores={_short(scores)}, which are no numbers")
     return result
-
-
-def find(places: Iterable[Path]) -> list[Run]:
-    """All runs in these folders and below them, and in collections that ``ngplus report --json`` has written."""
-    found: list[Run] = []
-    for place in places:
-        if place.is_file():
-            found += _collection(place)
-            continue
-        if not place.is_dir():
-            raise RunError(f"There is no folder {place}")
-        # other things have a config.json as well
-        folders = [
-            path.parent for path in sorted(place.rglob("metrics.jsonl")) if path.with_name("config.json").exists()
-        ]
-        here = [load(folder) for folder in folders]
-        if not here:
-            raise RunError(
-                f"There are no runs in {place}: no config.json with a metrics.jsonl, neither there nor below"
-            )
-        found += here
-    return found
-
-
-def collect(path: Path, runs: Iterable[Run]) -> None:
-    """All runs in one JSON file, to keep or to send."""
-    entries = [
-        {
-            "name": run.path.name,
-            "config": run.config.as_dict(),
-            "environment": dict(run.environment),
-            "metrics": run.metrics,
-            "result": None if run.result is None else asdict(run.result),
-        }
-        for run in runs
-    ]
-    write_json(path, {"format": FORMAT, "runs": entries})
-
-
-def _collection(path: Path) -> list[Run]:
-    content = read_json(path)
-    entries = content.get("runs") if isinstance(content, dict) and content.get("format") == FORMAT else None
-    if not isinstance(entries, list):
-        raise RunError(f"{path} is not a collection of runs in format {FORMAT}")
-    runs = []
-    for entry in entries:
-        if not isinstance(entry, dict) or not isinstance(entry.get("metrics"), list):
-            raise RunError(f"{path} has a run without metrics")
-        if not all(isinstance(row, dict) and _is_number(row.get("step")) for row in entry["metrics"]):
-            raise RunError(f"{path} has metrics without a step")
-        surroundings, result = entry.get("environment"), entry.get("result")
-        runs.append(
-            Run(
-                path=path / str(entry.get("name")),
-                config=Config.from_dict(entry.get("config"), path),
-                environment=surroundings if isinstance(surroundings, dict) else {},
-                metrics=entry["metrics"],
-                result=None if result is None else _result(result, path),
-            )
-        )
-    return runs

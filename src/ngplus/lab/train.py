@@ -169,6 +169,14 @@ def _recipe(workload: Workload, preset: str, optimizer: str) -> Tuned | None:
     return None if recipe is None else Tuned(dict(recipe.hyper), dict(recipe.run), {"recipe": "as published"})
 
 
+def listed(workloads: str) -> list[str]:
+    """Names with commas between."""
+    names = list(dict.fromkeys(name.strip() for name in workloads.split(",") if name.strip()))
+    if not names:
+        raise ValueError("No workload is named")
+    return names
+
+
 def assignments(sets: Sequence[str]) -> list[tuple[str, Any]]:
     """KEY=VALUE with a value in JSON; what is not JSON is a string."""
     pairs = []

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,7 +33,7 @@ def register(app: typer.Typer) -> None:
 
 @options.with_changes
 def tune(
-    workload: options.WorkloadName,
+    workload: options.WorkloadNames,
     optimizer: Annotated[str, typer.Option("--optimizer", "-o", help="Names with commas between, or all.")] = "ngplus",
     trials: Annotated[int, typer.Option(min=1, help="Runs for each optimizer, those in the storage included.")] = 6,
     storage: Annotated[
@@ -60,6 +61,8 @@ def tune(
     trials of the study, and train and compare take them from there.
 
     ngplus tune digits --optimizer all --trials 6
+
+    ngplus tune criteo,qm9 --optimizer adamw,soap,ngplus --limit 120
     """
     console = shared.make_console()
     with shared.friendly(console):
@@ -69,34 +72,29 @@ def tune(
         if objective not in ("target", "final"):
             raise ValueError(f"--objective is target or final, not {objective!r}")
         shared.use_threads(threads, preset)
-        chosen, size = shared.open_preset(workload, preset, changes, sets or [], None)
         wanted = rivals.pick(optimizer)
-        task = chosen.open(size, data)
-        suffix = f"-{seeds}" if seeds > 1 else ""
-        plans = [
-            Plan(
-                rival=rivals.get(name),
-                base=shared.configure(chosen, preset, size, name, seed=TUNING_SEED, hyper={}, presets=presets),
-                study=open_study(storage, f"{workload}-{preset}-{name}-{objective}{suffix}"),
-                trials=trials,
-                seed=seed,
-                seeds=seeds,
-                objective=objective,
-                limit=limit,
-            )
-            for name in wanted
-        ]
+        suffix = f"{objective}-{seeds}" if seeds > 1 else objective
+        parts = []
+        for name in shared.listed(workload):
+            chosen, size = shared.open_preset(name, preset, changes, sets or [], None)
+            plans = []
+            for rival in wanted:
+                base = shared.configure(chosen, preset, size, rival, seed=TUNING_SEED, hyper={}, presets=presets)
+                study = open_study(storage, f"{name}-{preset}-{rival}-{suffix}", base)
+                plans.append(Plan(rivals.get(rival), base, study, trials, seed, seeds, objective, limit))
+            parts.append((chosen.open(size, data), plans))
         written: set[str] = set()
         # What other processes are at is left to them at first; at the end it is made here if it never came.
         for patient in (True, False):
-            for plan in plans:
-                with shared.bars(console, trials * seeds) as board:
-                    while plan.missing(patient) > 0:
-                        make_trial(plan, patient, task, device, board)
-                if len(plan.counted()) == trials and plan.rival.name not in written:
-                    written.add(plan.rival.name)
-                    path = tuned.store(workload, preset, plan.rival.name, tuned.Tuned(*plan.best()), presets)
-                    console.print(f"{plan.sentence()}; written to {shared.shown(str(path))}", highlight=False)
+            for task, plans in parts:
+                for plan in plans:
+                    with shared.bars(console, trials * seeds) as board:
+                        while plan.missing(patient) > 0:
+                            make_trial(plan, patient, task, device, board)
+                    if len(plan.counted()) == trials and plan.study.study_name not in written:
+                        written.add(plan.study.study_name)
+                        path = tuned.store(plan.base, tuned.Tuned(*plan.best()), presets)
+                        console.print(f"{plan.sentence()}; written to {shared.shown(str(path))}", highlight=False)
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,8 @@ class Plan:
     def sentence(self) -> str:
         winner = self.winner()
         found = ", ".join(f"{key} {value:.4g}" for key, value in winner.params.items())
-        return f"{self.rival.name}: {found}, the best of {self.trials} trials with a score of {winner.value:.4g}"
+        where = f"{self.base.workload}, {self.rival.name}"
+        return f"{where}: {found}, the best of {self.trials} trials with a score of {winner.value:.4g}"
 
 
 def make_trial(plan: Plan, patient: bool, task: Task, device: str, board: shared.Board) -> None:
@@ -193,15 +192,24 @@ def stopper(plan: Plan, trial: optuna.Trial, config: Config) -> Callable[[int, f
     return on_look
 
 
-def open_study(storage: str, name: str) -> optuna.Study:
-    """The study of that name, made where it is not there. ValueError for a storage that cannot be opened."""
+def open_study(storage: str, name: str, base: Config) -> optuna.Study:
+    """The study of that name, made where it is not there. ValueError for a storage that cannot be opened, RunError for
+    a study whose runs are others."""
     import optuna
+
+    from ngplus.lab.runs import Config, RunError
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
-        return optuna.create_study(study_name=name, storage=storage, direction="minimize", load_if_exists=True)
+        held = optuna.create_study(study_name=name, storage=storage, direction="minimize", load_if_exists=True)
+        settings = held.user_attrs.get("config")
+        if settings is None:
+            held.set_user_attr("config", base.as_dict())
     except Exception as error:  # each kind of storage has errors of its own
         raise ValueError(f"The storage {storage!r} cannot be opened: {error}") from error
+    if settings is not None and (difference := base.difference(Config.from_dict(settings, Path(name)))):
+        raise RunError(f"The storage has a study {name} of other runs: {difference}. --storage takes another one")
+    return held
 
 
 def sampler(seed: int, trials: int) -> optuna.samplers.BaseSampler:

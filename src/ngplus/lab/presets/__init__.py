@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ngplus.lab.runs import RunError, read_json, write_json
+from ngplus.lab.runs import Config, RunError, read_json, write_json
 
 LOCAL = Path("presets")
 SHIPPED = Path(__file__).parent
@@ -42,17 +42,17 @@ def lookup(workload: str, preset: str, optimizer: str, folder: Path | None = Non
     return None
 
 
-def store(workload: str, preset: str, optimizer: str, tuned: Tuned, folder: Path | None = None) -> Path:
-    """Writes the entry into its file, beside the ones that are there."""
-    path = (folder or LOCAL) / f"{workload}.json"
+def store(run: Config, tuned: Tuned, folder: Path | None = None) -> Path:
+    """Writes the entry for that workload, size and optimizer into its file, beside the ones that are there."""
+    path = (folder or LOCAL) / f"{run.workload}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     content = _read(path)
-    content.setdefault(preset, {})[optimizer] = {
+    content.setdefault(run.preset, {})[run.optimizer] = {
         "hyper": dict(tuned.hyper),
         "run": dict(tuned.run),
         "tuning": tuned.tuning,
     }
-    write_json(path, {"workload": workload, "presets": content})
+    write_json(path, {"workload": run.workload, "presets": content})
     return path
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ngplus.lab import train as shared
+
+if TYPE_CHECKING:
+    from ngplus.lab.report.curves import Section
+    from ngplus.lab.runs import Run
 
 
 def register(app: typer.Typer) -> None:
@@ -16,43 +21,91 @@ def register(app: typer.Typer) -> None:
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="Folders of runs, or files of --json.")],
-    out: Annotated[Path, typer.Option(help="The page; pictures go beside it.")] = Path("report.html"),
+    out: Annotated[
+        Path | None, typer.Option(help="The page, report.html where not given; pictures go beside it.")
+    ] = None,
     title: Annotated[str, typer.Option(help="Of the page.")] = "Optimizers compared",
     png: Annotated[bool, typer.Option(help="Write pictures for each workload as well, light and dark.")] = True,
     brief: Annotated[bool, typer.Option("--brief", help="Pictures of the measure alone, for a README.")] = False,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write all runs into one file as well.")] = None,
+    summary: Annotated[
+        Path | None,
+        typer.Option(help="A page of Markdown: where NG+ wins, ties and loses; its pictures and runs go beside it."),
+    ] = None,
+    timed: Annotated[
+        list[Path] | None, typer.Option(help="Runs made with nothing else running: the summary's times come from them.")
+    ] = None,
 ) -> None:
     """Make one HTML page of any set of runs: curves over steps and over time, tables, settings and how they were tuned.
 
-    The page needs no network, no scripts and no other file. Runs are found in the folders and below them.
+    The page needs no network, no scripts and no other file. Runs are found in the folders and below them. Of several
+    runs of the same workload, optimizer and seed the first counts.
 
     ngplus report runs/digits-small --out report.html
+
+    ngplus report runs docs/results/steps/*.json --timed docs/results/timed.json --summary docs/results.md
     """
     console = shared.make_console()
     with shared.friendly(console):
+        from ngplus.lab import collection
         from ngplus.lab.report.curves import groups
         from ngplus.lab.report.page import render
-        from ngplus.lab.runs import RunError, collect, find, write_atomically
+        from ngplus.lab.runs import RunError, write_atomically
 
-        found = find(runs)
+        found = collection.first(collection.find(runs))
+        clocked = collection.first(collection.find(timed or []))
         sections = groups(found)
+        written: list[Path] = []
         try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(out, render(sections, title).encode())
-            written = [out]
-            if png:
-                from ngplus.lab.report.pictures import DARK, LIGHT, draw
-
-                for number, section in enumerate(sections, start=1):
-                    stem = f"{out.stem}-{number}" if len(sections) > 1 else out.stem
-                    for end, ground in (("", LIGHT), ("-dark", DARK)):
-                        path = out.with_name(f"{stem}{end}.png")
-                        write_atomically(path, draw(section, ground, brief))
-                        written.append(path)
+            if out is not None or summary is None:
+                page = out or Path("report.html")
+                page.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(page, render(sections, title).encode())
+                written = [page, *(_pictures(sections, page, brief) if png else [])]
             if as_json is not None:
-                collect(as_json, found)
+                collection.write(as_json, found)
                 written.append(as_json)
+            if summary is not None:
+                written += _summary(summary, sections, clocked)
         except OSError as error:
             raise RunError(f"The report cannot be written: {error}") from error
         names = ", ".join(shared.shown(str(path)) for path in written)
         console.print(f"{len(found)} runs in {names}", highlight=False)
+
+
+def _pictures(sections: Sequence[Section], page: Path, brief: bool) -> list[Path]:
+    from ngplus.lab.report.pictures import DARK, LIGHT, draw
+    from ngplus.lab.runs import write_atomically
+
+    written = []
+    for number, section in enumerate(sections, start=1):
+        stem = f"{page.stem}-{number}" if len(sections) > 1 else page.stem
+        for end, ground in (("", LIGHT), ("-dark", DARK)):
+            path = page.with_name(f"{stem}{end}.png")
+            write_atomically(path, draw(section, ground, brief))
+            written.append(path)
+    return written
+
+
+def _summary(page: Path, sections: Sequence[Section], timed: Sequence[Run]) -> list[Path]:
+    """The page, and in the folder of its name pictures, the runs as they are shown (``steps``) and those timed."""
+    from ngplus.lab import collection
+    from ngplus.lab.report.curves import groups
+    from ngplus.lab.report.pictures import draw
+    from ngplus.lab.report.results import markdown
+    from ngplus.lab.runs import write_atomically
+
+    folder = page.with_suffix("")
+    (folder / "steps").mkdir(parents=True, exist_ok=True)
+    command = f"ngplus report {folder}/steps/*.json --summary {page}"
+    pictures = {}
+    for section in sections:
+        name = "".join(c if c.isalnum() else "-" for c in f"{section.workload}-{section.preset}")
+        collection.write(folder / "steps" / f"{name}.json", [collection.thinned(run) for run in section.runs])
+        write_atomically(folder / f"{name}.png", draw(section, times=False))
+        pictures[section.workload, section.preset] = f"{folder.name}/{name}.png"
+    if timed:
+        collection.write(folder / "timed.json", [collection.thinned(run) for run in timed])
+        command += f" --timed {folder}/timed.json"
+    write_atomically(page, markdown(sections, groups(timed), pictures, command).encode())
+    return [page]

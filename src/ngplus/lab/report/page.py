@@ -12,9 +12,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ngplus.lab.report import svg
+from ngplus.lab.report import summary, svg
 from ngplus.lab.report.curves import COLOURS, Section
-from ngplus.lab.report.summary import HEADINGS, caption, rows
 from ngplus.lab.runs import Run
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -46,8 +45,8 @@ def _section(number: int, section: Section) -> str:
         f"<figure><h3>{escape(chart.title)} over {escape(chart.x_label)}</h3>{svg.draw(chart)}</figure>"
         for chart in section.charts
     )
-    table = _table(HEADINGS, (row.cells() for row in rows(section.runs)))
-    notes = "<br>".join(escape(line) for line in caption(section.runs).split("\n"))
+    table = _table(*summary.table(section.runs))
+    notes = "<br>".join(escape(line) for line in summary.caption(section.runs).split("\n"))
     return (
         f'<section id="s{number}"><h2>{escape(section.workload)}, {escape(section.preset)}</h2>'
         f'<div class="scroll">{table}</div><p>{notes}</p>{_legend(number, section)}<div class="charts">{charts}</div>'
@@ -71,7 +70,7 @@ def _legend(number: int, section: Section) -> str:
 
 def _settings(section: Section) -> str:
     lines = []
-    for row in rows(section.runs):
+    for row in summary.rows(section.runs):
         kinds = list(dict.fromkeys(_pairs(run.config.hyper) for run in row.runs))
         lines.append((row.optimizer, " / ".join(kinds)))
     return _words(("optimizer", "settings"), lines)
@@ -79,7 +78,7 @@ def _settings(section: Section) -> str:
 
 def _tuning(section: Section) -> str:
     lines = []
-    for row in rows(section.runs):
+    for row in summary.rows(section.runs):
         told = row.runs[0].config.tuning
         if not told:
             lines.append((row.optimizer, "not tuned: its defaults, or settings of the user's own", ""))

@@ -31,12 +31,14 @@ DARK = Ground(
 )  # fmt: skip
 
 
-def draw(section: Section, ground: Ground = LIGHT, brief: bool = False) -> bytes:
-    """Two charts a row: over steps, over time. ``brief``: the first row, which has the workload's measure."""
+def draw(section: Section, ground: Ground = LIGHT, brief: bool = False, times: bool = True) -> bytes:
+    """Two charts a row: over steps, over time; those over steps alone where times mean nothing. ``brief``: those of the
+    workload's measure, which come first."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    charts = section.charts[:2] if brief else section.charts
+    charts = [chart for chart in section.charts if times or chart.x_label == "steps"]
+    charts = charts[: 2 if times else 1] if brief else charts
     rows = max(1, (len(charts) + 1) // 2)
     figure = Figure(figsize=(10, 3.3 * rows + 0.6), dpi=120, layout="constrained", facecolor=ground.back)
     FigureCanvasAgg(figure)

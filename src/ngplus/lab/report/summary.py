@@ -9,7 +9,15 @@ from dataclasses import dataclass
 
 from ngplus.lab.runs import Run
 
-HEADINGS = ("optimizer", "steps to target", "time to target", "at the end", "best", "ms a step", "state")
+TIMES = ("time to target", "ms a step")
+
+
+def table(runs: Sequence[Run], times: bool = True) -> tuple[list[str], list[list[str]]]:
+    """The headings and the lines; columns of times are left out where these mean nothing."""
+    scores = sorted({name for run in runs if run.result is not None for name in run.result.scores})
+    headings = ["optimizer", "steps to target", "time to target", "at the end", "best", *scores, "ms a step", "state"]
+    kept = [k for k, heading in enumerate(headings) if times or heading not in TIMES]
+    return [headings[k] for k in kept], [[row.cells(scores)[k] for k in kept] for row in rows(runs)]
 
 
 @dataclass(frozen=True)
@@ -19,7 +27,8 @@ class Row:
     optimizer: str
     runs: tuple[Run, ...]
 
-    def cells(self) -> tuple[str, ...]:
+    def cells(self, scores: Sequence[str] = ()) -> tuple[str, ...]:
+        """``scores``: the names of what was measured once, at the end."""
         results = [run.result for run in self.runs if run.result is not None]
         reached = [r for r in results if r.steps_to_target is not None and r.seconds_to_target is not None]
         share = "" if len(reached) == len(self.runs) else f" ({len(reached)} of {len(self.runs)})"
@@ -34,6 +43,7 @@ class Row:
             f"{duration(statistics.mean(seconds))}{share}" if seconds else "not reached",
             spread([r.final for r in results], percent),
             spread([r.best for r in results], percent),
+            *(spread([r.scores.get(name) for r in results]) for name in scores),
             _mean([r.milliseconds_per_step for r in results], ".1f"),
             size(max((r.state_bytes for r in results), default=0)),
         )
@@ -55,7 +65,7 @@ def rows(runs: Sequence[Run]) -> list[Row]:
     return sorted(found, key=Row.rank)
 
 
-def caption(runs: Sequence[Run]) -> str:
+def caption(runs: Sequence[Run], times: bool = True) -> str:
     """What the table's columns are, and under what conditions they were made."""
     config = runs[0].config
     seeds = sorted({run.config.seed for run in runs})
@@ -65,8 +75,8 @@ def caption(runs: Sequence[Run]) -> str:
     return (
         f"Measure: {config.measure} on the validation set, mean ± standard deviation of {len(seeds)} seed(s); target "
         f"{sign} {target}.\n{config.steps} steps of batch {config.batch_size}, {config.schedule} schedule"
-        f"{f' with a warm-up of {config.warmup}' if config.warmup else ''}. Time: forward, backward and step, without "
-        "evaluation. State: of the optimizer."
+        f"{f' with a warm-up of {config.warmup}' if config.warmup else ''}. "
+        f"{'Time: forward, backward and step, without evaluation. ' if times else ''}State: of the optimizer."
     )
 
 

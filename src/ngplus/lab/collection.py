@@ -1,0 +1,144 @@
+"""Many runs: found in folders, and kept in one JSON file.
+
+A collection has a line for each run, its metrics as columns, and each way of tuning once::
+
+    {"format": 1,
+     "tuning": [{...}],
+     "runs": [
+    {"name": "adam-seed0", "config": {..., "tuning": 0}, "environment": {...}, "metrics": {"step": [...], ...}, ...}
+    ]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ngplus.lab.runs import (
+    FORMAT,
+    Config,
+    Metrics,
+    Run,
+    RunError,
+    is_number,
+    load,
+    plain,
+    read_json,
+    read_result,
+    write_atomically,
+)
+
+
+def find(places: Iterable[Path]) -> list[Run]:
+    """All runs in these folders and below them, and in collections."""
+    found: list[Run] = []
+    for place in places:
+        if place.is_file():
+            found += read(place)
+            continue
+        if not place.is_dir():
+            raise RunError(f"There is no folder {place}")
+        # other things have a config.json as well
+        folders = [
+            path.parent for path in sorted(place.rglob("metrics.jsonl")) if path.with_name("config.json").exists()
+        ]
+        here = [load(folder) for folder in folders]
+        if not here:
+            raise RunError(
+                f"There are no runs in {place}: no config.json with a metrics.jsonl, neither there nor below"
+            )
+        found += here
+    return found
+
+
+def first(runs: Iterable[Run]) -> list[Run]:
+    """Of runs of the same workload, size, optimizer and seed the first: new runs are named before old ones."""
+    held: dict[tuple[str, str, str, int], Run] = {}
+    for run in runs:
+        config = run.config
+        held.setdefault((config.workload, config.preset, config.optimizer, config.seed), run)
+    return list(held.values())
+
+
+def thinned(run: Run) -> Run:
+    """The run with its looks alone, in six digits: each has the mean of the training loss since the look before."""
+    kept: Metrics = []
+    total, weight, last = 0.0, 0, 0
+    for row in run.metrics:
+        count, last = row["step"] - last, row["step"]
+        if is_number(row.get("train_loss")):
+            total, weight = total + count * row["train_loss"], weight + count
+        if run.config.measure in row:
+            mean = {"train_loss": total / weight} if weight else {}
+            kept.append({key: _short(value) for key, value in {**row, **mean}.items()})
+            total, weight = 0.0, 0
+    return replace(run, metrics=kept)
+
+
+def write(path: Path, runs: Iterable[Run]) -> None:
+    """All runs in one file, to keep or to send."""
+    tuning: list[Any] = []
+    lines = []
+    for run in runs:
+        config = run.config.as_dict()
+        if config["tuning"] is not None:
+            if config["tuning"] not in tuning:
+                tuning.append(config["tuning"])
+            config["tuning"] = tuning.index(config["tuning"])
+        names = dict.fromkeys(name for row in run.metrics for name in row)
+        entry = {
+            "name": run.path.name,
+            "config": config,
+            "environment": dict(run.environment),
+            "metrics": {name: [row.get(name) for row in run.metrics] for name in names},
+            "result": None if run.result is None else asdict(run.result),
+        }
+        lines.append(json.dumps(plain(entry), allow_nan=False))
+    told = json.dumps(plain(tuning), allow_nan=False)
+    text = f'{{"format": {FORMAT},\n"tuning": {told},\n"runs": [\n' + ",\n".join(lines) + "\n]}\n"
+    write_atomically(path, text.encode())
+
+
+def read(path: Path) -> list[Run]:
+    """The runs of a collection."""
+    content = read_json(path)
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("runs"), list):
+        raise RunError(f"{path} is not a collection of runs in format {FORMAT}")
+    told = content.get("tuning")
+    return [_entry(entry, told if isinstance(told, list) else [], path) for entry in content["runs"]]
+
+
+def _entry(entry: Any, told: list[Any], path: Path) -> Run:
+    if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
+        raise RunError(f"{path} has a run without a configuration")
+    config, surroundings, result = dict(entry["config"]), entry.get("environment"), entry.get("result")
+    number = config.get("tuning")
+    if number is not None:
+        if not isinstance(number, int) or not 0 <= number < len(told):
+            raise RunError(f"{path} has a run whose tuning is not there")
+        config["tuning"] = told[number]
+    return Run(
+        path=path / str(entry.get("name")),
+        config=Config.from_dict(config, path),
+        environment=surroundings if isinstance(surroundings, dict) else {},
+        metrics=_rows(entry.get("metrics"), path),
+        result=None if result is None else read_result(result, path),
+    )
+
+
+def _rows(columns: Any, path: Path) -> Metrics:
+    if not isinstance(columns, dict) or not all(isinstance(column, list) for column in columns.values()):
+        raise RunError(f"{path} has a run without metrics")
+    if len({len(column) for column in columns.values()}) > 1:
+        raise RunError(f"{path} has metrics of different lengths")
+    if columns and not all(is_number(x) for name in ("step", "seconds") for x in columns.get(name, [None])):
+        raise RunError(f"{path} has metrics without step and seconds")
+    count = len(columns.get("step", []))
+    return [{name: column[k] for name, column in columns.items() if column[k] is not None} for k in range(count)]
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value

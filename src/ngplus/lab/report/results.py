@@ -1,0 +1,157 @@
+"""The results as a page of Markdown: where NG+ wins, ties and loses, worked out from the runs and never by hand."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from ngplus.lab.report.curves import Section
+from ngplus.lab.report.summary import Row, caption, duration, rows, table
+
+OURS = "ngplus"
+TIE = 0.05  # the part by which two means may differ and still be called a tie
+
+RULE = f"""\
+NG+ is `{OURS}`, with its defaults and a tuned learning rate. It is compared with the best rival of each workload: the
+one that gets to the target with most of its seeds, and among those in the fewest steps (or in the least time, where
+that is the question). NG+ **wins** or **loses** where it gets there with more or fewer of its seeds, or, with as many,
+by the mean. A difference of at most {TIE:.0%}, or of one look at the validation set, is a **tie**."""
+
+
+def markdown(
+    sections: Sequence[Section], timed: Sequence[Section], pictures: Mapping[tuple[str, str], str], command: str
+) -> str:
+    """The whole page. ``timed`` are runs made with nothing else running: only their times are shown."""
+    parts = [
+        "# Results",
+        f"<!-- made by: {command} -->",
+        f"This page is made from runs, by `{command}`.",
+        _conditions(sections),
+        "## Where NG+ wins, ties and loses",
+        RULE,
+        "### Steps to the target",
+        *_verdicts(sections, "steps"),
+    ]
+    parts.append("### Time to the target")
+    if timed:
+        parts += ["From runs made alone and interleaved, with nothing else on the machine.", *_verdicts(timed, "time")]
+    else:
+        parts.append("Not measured yet: the runs of this page were made side by side, and their times mean nothing.")
+    parts += ["## Steps to the target, all optimizers", _matrix(sections)]
+    for section in sections:
+        title = _name(section)
+        parts += [f"## {title}", caption(section.runs, times=False).replace("\n", " ")]
+        parts.append(_table(*table(section.runs, times=False)))
+        if picture := pictures.get((section.workload, section.preset)):
+            parts.append(f"![{title}: curves over steps]({picture})")
+        parts += [
+            f"Timed runs: {caption(other.runs)}\n\n" + _table(*table(other.runs))
+            for other in timed
+            if _name(other) == title
+        ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _conditions(sections: Sequence[Section]) -> str:
+    runs = [run for section in sections for run in section.runs]
+    machines = {f"{run.environment.get('processor') or 'an unnamed processor'}" for run in runs}
+    versions = {f"torch {run.environment.get('torch', '?')}" for run in runs}
+    untuned = sorted({f"{run.config.optimizer} on {run.config.workload}" for run in runs if not run.config.tuning})
+    trials = sorted({len(run.config.tuning.get("trials", ())) for run in runs if run.config.tuning})
+    told = f"Every optimizer was tuned with {' or '.join(map(str, trials))} trials" if trials else "Nothing was tuned"
+    rest = f"; not tuned, but with their defaults: {', '.join(untuned)}" if trials and untuned else ""
+    return (
+        f"{len(runs)} runs on {_listed(machines)}, one thread each, {_listed(versions)}. {told}{rest}. What makes the "
+        "comparison fair, and what it is worth, is in [laboratory.md](laboratory.md); how the targets were set is in "
+        "[workloads.md](workloads.md)."
+    )
+
+
+def _verdicts(sections: Sequence[Section], kind: str) -> list[str]:
+    """A sentence, and the table it comes from."""
+    found: dict[str, list[str]] = {"wins": [], "ties": [], "loses": []}
+    lines = []
+    for section in sections:
+        ours = next((row for row in rows(section.runs) if row.optimizer == OURS), None)
+        rivals = [row for row in rows(section.runs) if not row.optimizer.startswith(OURS)]
+        if ours is None or not rivals:
+            continue
+        best = min(rivals, key=lambda row: _standing(row, kind))
+        word = verdict(ours, best, kind)
+        found.get(word, []).append(_name(section))
+        mine, theirs = _mean(ours, kind), _mean(best, kind)
+        ratio = f"{theirs / mine:.2f}" if mine and theirs else "–"
+        lines.append((_name(section), _shown(ours, kind), f"{best.optimizer}, {_shown(best, kind)}", ratio, word))
+    if not lines:
+        return ["There is nothing to compare: no workload has both NG+ and a rival."]
+    sentence = ". ".join(f"NG+ {word} on {_listed(names, 'none')}" for word, names in found.items())
+    return [f"{sentence}.", _table(("workload", "NG+", "best rival", "rival / NG+", "NG+"), lines)]
+
+
+def verdict(ours: Row, theirs: Row, kind: str) -> str:
+    """wins, ties or loses; ``kind`` is steps or time."""
+    mine, other = _values(ours, kind), _values(theirs, kind)
+    share, rival = len(mine) / len(ours.runs), len(other) / len(theirs.runs)
+    if share != rival:
+        return "wins" if share > rival else "loses"
+    if not mine:
+        return "neither gets there"
+    a, b = statistics.mean(mine), statistics.mean(other)
+    resolution = float(ours.runs[0].config.evaluate_every) if kind == "steps" else 0.0
+    if abs(a - b) <= max(TIE * max(a, b), resolution):
+        return "ties"
+    return "wins" if a < b else "loses"
+
+
+def _matrix(sections: Sequence[Section]) -> str:
+    names = dict.fromkeys(row.optimizer for section in sections for row in rows(section.runs))
+    held = {(section.workload, row.optimizer): row for section in sections for row in rows(section.runs)}
+    lines = []
+    for name in sorted(names, key=lambda n: (not n.startswith(OURS), n)):
+        cells = [held.get((section.workload, name)) for section in sections]
+        lines.append((name, *("" if row is None else _shown(row, "steps") for row in cells)))
+    budget = ("*budget*", *(str(section.runs[0].config.steps) for section in sections))
+    return _table(("optimizer", *(_name(section) for section in sections)), [*lines, budget])
+
+
+def _values(row: Row, kind: str) -> list[float]:
+    results = [run.result for run in row.runs if run.result is not None]
+    found = [r.steps_to_target if kind == "steps" else r.seconds_to_target for r in results]
+    return [float(value) for value in found if value is not None]
+
+
+def _mean(row: Row, kind: str) -> float | None:
+    values = _values(row, kind)
+    return statistics.mean(values) if values else None
+
+
+def _standing(row: Row, kind: str) -> tuple[float, float, float]:
+    mean = _mean(row, kind)
+    return (row.rank()[0], float("inf") if mean is None else mean, row.rank()[2])
+
+
+def _shown(row: Row, kind: str) -> str:
+    mean, reached = _mean(row, kind), len(_values(row, kind))
+    if mean is None:
+        return "not reached"
+    text = f"{mean:.0f}" if kind == "steps" else duration(mean)
+    return text if reached == len(row.runs) else f"{text} ({reached} of {len(row.runs)})"
+
+
+def _name(section: Section) -> str:
+    return section.workload if section.preset == "small" else f"{section.workload} ({section.preset})"
+
+
+def _listed(names: Iterable[str], nothing: str = "") -> str:
+    return ", ".join(sorted(names)) or nothing
+
+
+def _table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    ruled = [headings, ["---"] * len(headings), *([_plain(cell) for cell in line] for line in lines)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in ruled)
+
+
+def _plain(text: str) -> str:
+    """Somebody's text in a cell: no markup of its own."""
+    return re.sub(r"([\\`<>\[\]|])", r"\\\1", text.replace("\n", " "))
