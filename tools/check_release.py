@@ -58,10 +58,10 @@ def link(names: Iterable[str], place: Path) -> None:
 
 def core_tests() -> list[Path]:
     """The test files that import torch, ngplus without its laboratory, and the test packages only."""
-    helpers = {path.stem for path in (ROOT / "tests").glob("*.py") if not path.stem.startswith("test_")}
+    helpers = {path.stem for path in (ROOT / "tests").rglob("*.py") if not path.stem.startswith("test_")}
     allowed = {*sys.stdlib_module_names, *FOR_TESTS, "torch", "ngplus", *helpers}
     found = []
-    for path in sorted((ROOT / "tests").glob("test_*.py")):
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
         text = path.read_text()
         if "parents[1]" in text:  # it looks at pages, examples or tools
             continue
@@ -97,8 +97,10 @@ def main() -> int:
         # Copies outside of the project: nothing but the installed package can be imported.
         away = Path(folder) / "tests"
         away.mkdir()
-        for path in [*tests, *(p for p in (ROOT / "tests").glob("*.py") if not p.stem.startswith("test_"))]:
-            shutil.copy(path, away)
+        for path in [*tests, *(p for p in (ROOT / "tests").rglob("*.py") if not p.stem.startswith("test_"))]:
+            copy = away / path.resolve().relative_to(ROOT / "tests")
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy(path, copy)
         shutil.copy(ROOT / "pyproject.toml", folder)
         look = (
             "import ngplus, pathlib, importlib.util as u; place = pathlib.Path(ngplus.__file__).parent; "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,7 +207,7 @@ def draw(dark: bool) -> str:
     pairs = links(found)
     level = levels(pairs)
     rows = [[room for room in ROOMS if level[room.name] == n] for n in range(max(level.values()) + 1)]
-    width, wide, high, gap = 860, 256, 74, 36
+    width, wide, high, gap = 860, 256, 86, 32
     across = wide + 20
     height = len(rows) * (high + gap) - gap + 40
     place: dict[str, tuple[float, float]] = {}
@@ -233,7 +234,7 @@ def draw(dark: bool) -> str:
     for room in ROOMS:
         x, y = place[room.name]
         names = ", ".join(room.modules) if room.modules != (room.name,) else ""
-        lines = [names] if len(names) <= 46 else _two_lines(names)
+        lines = textwrap.wrap(names, 44)
         out += [
             f'<rect x="{x:.0f}" y="{y:.0f}" width="{wide}" height="{high}" rx="8" fill="{box}" stroke="{edge}"/>',
             f'<text x="{x + 12:.0f}" y="{y + 20:.0f}" font-size="14" font-weight="600" fill="{accent}">'
@@ -243,14 +244,8 @@ def draw(dark: bool) -> str:
         out += [
             f'<text x="{x + 12:.0f}" y="{y + 52 + 13 * i:.0f}" font-size="9.5" fill="{faint}">{line}</text>'
             for i, line in enumerate(lines)
-            if line
         ]
     return "\n".join([*out, "</svg>", ""])
-
-
-def _two_lines(text: str) -> list[str]:
-    middle = text.rfind(", ", 0, len(text) // 2 + 6)
-    return [text[: middle + 1], text[middle + 2 :]]
 
 
 def pictures() -> dict[Path, str]:
