@@ -71,9 +71,13 @@ def test_the_picture_is_that_of_the_import_graph() -> None:
         assert path.read_text() == text, f"{path.name} is old: make pictures"
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_says_what_it_is_for_and_where_it_stands() -> None:
+    """A file of the core ends its docstring with its place; those of a package have it in their ``__init__``."""
     for name, path in rooms.modules().items():
-        assert ast.get_docstring(ast.parse(path.read_text())), f"{name} has no docstring"
+        said = ast.get_docstring(ast.parse(path.read_text()))
+        assert said, f"{name} has no docstring"
+        if name.count(".") == 1 and name != "ngplus.lab":
+            assert "On the way from gradient to step: " in said, f"{name} does not say where it stands"
 
 
 def test_import_brings_torch_only() -> None:

@@ -3,6 +3,8 @@
 The basis Q comes from a refresh; each step turns the gradient into it (Q^T G), keeps the two moments of Adam there, and
 turns the step back. The GFIM gives the directions, the gradients' own second moments the scale along each. Where L is
 made anew, the first moment is carried over by P = Q_new^T Q_old, the second by P * P, elementwise.
+
+On the way from gradient to step: the direction, where ``scaling`` is "adaptive".
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 The gathered L or R is handed to a thread of its own (torch's kernels leave Python's lock), on an accelerator with a
 stream of its own. Steps go on with the last inverse. Taken up "when ready", a run depends on how busy the machine is;
 taken up a given number of steps later, and waited for if need be, it is the same in every run and on every rank.
+
+On the way from gradient to step: between the sums of a refresh and their inverse, where the refresh is asynchronous.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ A cut matrix is a list of one or two stacks, [groups * blocks, p, D] and, where 
 Without a block size there is one stack with one block a group.
 
 Tensors only.
+
+On the way from gradient to step: how L, R and the gradient are cut before they are multiplied or inverted.
 """
 
 from __future__ import annotations

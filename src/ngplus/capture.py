@@ -10,6 +10,9 @@ autograd node's own saved tensors, so that activation checkpointing and saved-te
 What belongs together: all uses of a matrix in one call of the model, and in calls that take part in one backward pass,
 see the same samples. Calls with backward passes of their own are micro-batches. A backward pass that retains its graph
 may be followed by another one for the same samples, so its gradients are kept, and added up, until the step.
+
+On the way from gradient to step: the beginning. What it sees in backward goes through a layer rule to
+:mod:`ngplus.gathering`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 ``step`` reads like Algorithm 1 of the paper: take the gradients, refresh the curvature where k mod T == 0, turn
 gradients into directions, update the parameters, arm the capture for the next refresh. A method says what it gathers,
 how a refresh turns that into state, and how state turns a gradient into a direction.
+
+On the way from gradient to step: all of it; every other module is called from here.
 """
 
 from __future__ import annotations

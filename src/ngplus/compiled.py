@@ -8,6 +8,8 @@ model that compiles as one graph does so with NG+, too. While one is due:
 ``model.compile()``      the same, from the moment the optimizer has seen it: at construction, ``zero_grad``, ``step``
 a compiled function      the graph breaks at each hook; with fullgraph=True this is an error that says what to do
 ======================== ==============================================================================================
+
+On the way from gradient to step: beside capture, for models inside torch.compile.
 """
 
 from __future__ import annotations

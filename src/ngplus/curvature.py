@@ -15,6 +15,8 @@ damping              lambda of the last refresh                                 
 ==================== ============================================================ =========================
 
 A tensor is a stack [groups * blocks, p, ...]; where the last block is smaller it lies beside it under ``..._tail``.
+
+On the way from gradient to step: from the sums of a refresh to the inverse or basis that the next T steps apply.
 """
 
 from __future__ import annotations

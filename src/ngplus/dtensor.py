@@ -1,6 +1,8 @@
 """Sharded parameters are DTensors: a rank's part of one, the whole, and the way back. Plain tensors are their own part.
 
 A DTensor is known by its methods: torch.distributed.tensor takes a while to import.
+
+On the way from gradient to step: below sharding; it knows tensors only.
 """
 
 from __future__ import annotations

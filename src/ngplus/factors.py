@@ -13,6 +13,8 @@ Joined     the sum of several of the above, same samples        tied weights, mo
 ========== ==================================================== ==========================================
 
 :mod:`ngplus.fisher` turns them into L or R. Tensors only: nothing here knows layers or optimizers.
+
+On the way from gradient to step: the form in which G_i leaves the layer rules and enters :mod:`ngplus.fisher`.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ where C_i holds the curved factor's positions as rows and O_i the other's. ``cho
 that apply; each of them can be forced, and they agree.
 
 Tensors only: nothing here knows layers or optimizers.
+
+On the way from gradient to step: from factors to the sums of L or R, during backward.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """What the model's passes bring for the next refresh: capture on one side, sums of products on the other.
 
 The optimizer arms the matrices that are due and takes what was gathered at the step; this class does what lies between.
+
+On the way from gradient to step: between the backward pass and the step, where L is summed up and handed over.
 """
 
 from __future__ import annotations

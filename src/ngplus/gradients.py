@@ -1,4 +1,7 @@
-"""The gradients of a step as matrices, and whether they are fit for one: finite, unscaled, reached by the loss."""
+"""The gradients of a step as matrices, and whether they are fit for one: finite, unscaled, reached by the loss.
+
+On the way from gradient to step: the beginning of ``step``: .grad becomes G.
+"""
 
 from __future__ import annotations
 

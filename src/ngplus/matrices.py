@@ -2,6 +2,9 @@
 
 ``collect`` walks the modules once. A tied weight is one matrix with several uses; a bias joins its weight; what no rule
 knows falls back to vmap or to mini-batch curvature, and is listed as such.
+
+On the way from gradient to step: before the first step. It says which parameters form which W, and which rule watches
+them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Warnings that point at the user's own line, on whatever way the step was called."""
+"""Warnings that point at the user's own line, on whatever way the step was called.
+
+On the way from gradient to step: beside it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""NG+: the paper's method, its constructions and options, on the frame of :mod:`ngplus.captured`."""
+"""NG+: the paper's method, its constructions and options, on the frame of :mod:`ngplus.captured`.
+
+On the way from gradient to step: refresh and direction, in the frame of captured.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The options of a parameter group: their defaults are in :class:`ngplus.NGPlus`, their checks are here."""
+"""The options of a parameter group: their defaults are in :class:`ngplus.NGPlus`, their checks are here.
+
+On the way from gradient to step: before the first step, and again where a schedule has changed an option.
+"""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ dense            2 d p D                                  d p^2 (Cholesky and in
 woodbury         4 d r D + 2 r^2 D                        2 d r^2 + r^3
 adaptive         4 d p D                                  9 d p^2 (eigendecomposition)
 ================ ======================================== =========================================
+
+On the way from gradient to step: beside it; it tells what the way will cost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The curvature of NG+ in front of any torch optimizer."""
+"""The curvature of NG+ in front of any torch optimizer.
+
+On the way from gradient to step: the whole way but its end: the direction goes into .grad.
+"""
 
 from __future__ import annotations
 

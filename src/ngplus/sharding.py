@@ -9,6 +9,8 @@ back. A step sends each gradient and each direction once; a rank holds a W-th of
 With tensor parallelism a layer's input or output gradient is itself in parts, by features. They are brought together
 where they are captured, so that the factors have the full m and n, and the owner counts them alone. Samples that differ
 are added up as in :mod:`ngplus.sync`: over FSDP2's ranks to the owner, over HSDP's replicas among the owners.
+
+On the way from gradient to step: around inverting and direction, where parameters are sharded.
 """
 
 from __future__ import annotations

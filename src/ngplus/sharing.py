@@ -2,6 +2,9 @@
 
 With d the curved dimension in blocks of p, scaling "inverse" takes d (p + 1) / 2 numbers and lambda, scaling "adaptive"
 d p + d: eigenvectors have no triangle. All ranks, the owner as well, install what was sent, so all hold the same bits.
+
+On the way from gradient to step: after inverting, where there are several ranks: the owner's result reaches the
+others.
 """
 
 from __future__ import annotations

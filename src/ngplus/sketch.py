@@ -5,6 +5,8 @@ samples columns uniformly; the Gaussian, CountSketch and SRHT kinds are its "oth
 shortens the rows of the least-squares problem in :mod:`ngplus.solve`.
 
 Tensors only: nothing here knows layers or optimizers.
+
+On the way from gradient to step: where a product or a least-squares problem is made smaller, in fisher and solve.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ problem G (lambda I + R)^-1 is handed in transposed, so one set of functions ser
 convolution and the blocks of the block-diagonal form.
 
 Tensors only: nothing here knows layers or optimizers.
+
+On the way from gradient to step: from L and lambda to an inverse, and from a gradient to its direction.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Exact curvature for study and tests, outside of any training."""
+"""Exact curvature for study and tests, outside of any training.
+
+On the way from gradient to step: as far as L or R, outside of training.
+"""
 
 from __future__ import annotations
 

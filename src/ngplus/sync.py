@@ -10,6 +10,8 @@ several ranks use is worked out by one and sent, so that all hold the same bits.
 that all hold the whole parameters; :mod:`ngplus.sharding` has the team of those that hold parts of them.
 
 "batch" curvature communicates nothing of its own: its gradients are averaged already.
+
+On the way from gradient to step: between gathering and inverting, where there are several ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""From directions to parameters: grafted step lengths, weight decay, momentum, and the update itself."""
+"""From directions to parameters: grafted step lengths, weight decay, momentum, and the update itself.
+
+On the way from gradient to step: the end. Directions become steps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The layers room: a rule for each layer type, in a registry that users can extend."""
+"""The layers room: a rule for each layer type, in a registry that users can extend.
+
+On the way from gradient to step: capture hands a layer's input and output gradient in, factors of G_i come out.
+"""
 
 from ngplus.layers.attention import MultiheadAttentionRule
 from ngplus.layers.conv import ConvRule, ConvTransposeRule
