@@ -10,7 +10,7 @@ from typing import ClassVar
 from ngplus.lab.workloads.base import Preset, Workload
 from ngplus.lab.workloads.files import Folder, folder
 from ngplus.lab.workloads.recipe import Recipe
-from ngplus.lab.workloads.translation import Pairs, TranslationTask, open_task, read_pair
+from ngplus.lab.workloads.translation import PAPER, Pairs, TranslationTask, open_task, read_pair, small
 
 HELP = """Get the German-English part of IWSLT14 (de-en.tgz, from https://wit3.fbk.eu/2014-01) and unpack it, so that
   DATA/iwslt14/train.tags.de-en.de, train.tags.de-en.en, IWSLT14.TED.tst2010.de-en.de.xml, ...
@@ -64,21 +64,8 @@ class Iwslt14(Workload):
     measure = "loss"  # nats for each validation token
     higher_is_better = False
     presets: ClassVar[Mapping[str, Preset]] = {
-        "small": Preset(
-            steps=400,
-            batch_size=1024,  # tokens
-            evaluate_every=100,
-            target=5.0,
-            warmup=40,
-            options={
-                "model": {"layers": 2, "width": 128, "inner": 256, "heads": 4},
-                "vocabulary": 4_000,
-                "bleu_sentences": 200,
-                "longest": 64,
-                "validation": 1_000,
-            },
-        ),
-        # fairseq's transformer_iwslt_de_en. The paper's target is a BLEU of 34.75; `final` measures it.
+        "small": small(target=5.0),
+        # The paper's target is a BLEU of 34.75, which `final` measures.
         "paper": Preset(
             steps=50_000,
             batch_size=4096,  # tokens
@@ -86,11 +73,7 @@ class Iwslt14(Workload):
             target=1.65,
             schedule="inverse-sqrt",
             warmup=10_000,
-            options={
-                "model": {"layers": 6, "width": 512, "inner": 1024, "heads": 4, "dropout": 0.3},
-                "label_smoothing": 0.1,
-                "vocabulary": 10_000,
-            },
+            options={**PAPER, "vocabulary": 10_000},
         ),
     }
     recipes: ClassVar[Mapping[str, Mapping[str, Recipe]]] = {

@@ -17,7 +17,7 @@ from matscipy.neighbours import neighbour_list
 from ngplus.lab.workloads.base import Preset, Workload
 from ngplus.lab.workloads.files import Arrays, Folder, cached, folder
 from ngplus.lab.workloads.recipe import Recipe
-from ngplus.lab.workloads.schnet import Crystals, EnergyTask, split
+from ngplus.lab.workloads.schnet import Crystals, EnergyTask, paper, recipes, small, split
 
 HELP = """The 3,938 crystals of Faber et al. are the set "flla" of https://hackingmaterials.lbl.gov/matminer/; put it at
   DATA/materials/flla_2015.csv.gz      (or flla_2015.csv)
@@ -87,56 +87,11 @@ class Materials(Workload):
     measure = "mae"  # eV/atom
     higher_is_better = False
     presets: ClassVar[Mapping[str, Preset]] = {
-        "small": Preset(
-            steps=300,
-            batch_size=16,
-            evaluate_every=15,
-            warmup=10,
-            target=0.371,
-            options={
-                "model": {
-                    "hidden_channels": 32,
-                    "num_filters": 32,
-                    "num_interactions": 2,
-                    "num_gaussians": 25,
-                    "cutoff": 5.0,
-                },
-                "train": 3_400,
-                "validation": 300,
-            },
-        ),
-        # SchNetPack's model and batch; the paper names neither, and its set (69,000 crystals) is larger than this one.
-        "paper": Preset(
-            steps=3_400,
-            batch_size=100,
-            evaluate_every=34,
-            target=0.05,
-            schedule="constant",
-            options={
-                "model": {
-                    "hidden_channels": 128,
-                    "num_filters": 128,
-                    "num_interactions": 6,
-                    "num_gaussians": 50,
-                    "cutoff": 5.0,
-                },
-                "train": 3_400,
-                "validation": 500,
-                "loss_unit": "eV",
-            },
-        ),
+        "small": small(target=0.371, train=3_400),
+        # the paper's set, 69,000 crystals, is larger than this one
+        "paper": paper(target=0.05, epoch=34, cutoff=5.0, train=3_400, validation=500),
     }
-    recipes: ClassVar[Mapping[str, Mapping[str, Recipe]]] = {
-        "paper": {
-            # lr * max(epoch - 10, 1)^-0.5
-            "ngplus-paper": Recipe(
-                {"lr": 2e-4, "scaling": "inverse", "damping": 0.6, "update_every": 200, "weight_decay": 1e-5},
-                {"schedule": "inverse-sqrt:34:340"},
-            ),
-            "adam": Recipe({"lr": 1e-4, "weight_decay": 1e-5}, {"schedule": "constant"}),
-            "sgd": Recipe({"lr": 5e-3, "weight_decay": 1e-5}, {"schedule": "constant"}),
-        }
-    }
+    recipes: ClassVar[Mapping[str, Mapping[str, Recipe]]] = {"paper": recipes(epoch=34, damping=0.6, sgd=5e-3)}
 
     def open(self, preset: Preset, data: Path | None) -> EnergyTask:
         arrays = read(folder(self.name, data, HELP), float(preset.options["model"]["cutoff"]))

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from ngplus.lab.workloads.base import Preset, Workload
 from ngplus.lab.workloads.files import folder
-from ngplus.lab.workloads.translation import TranslationTask, open_task, read_pair
+from ngplus.lab.workloads.translation import PAPER, TranslationTask, open_task, read_pair, small
 
 HELP = """Get Multi30k's task 1 from https://github.com/multi30k/dataset (data/task1/raw) and lay it out as
   DATA/multi30k/train.de.gz, train.en.gz, val.de.gz, val.en.gz, test_2016_flickr.de.gz, test_2016_flickr.en.gz
@@ -21,20 +21,7 @@ class Multi30k(Workload):
     measure = "loss"  # nats for each validation token
     higher_is_better = False
     presets: ClassVar[Mapping[str, Preset]] = {
-        "small": Preset(
-            steps=400,
-            batch_size=512,  # tokens
-            evaluate_every=20,
-            target=3.67,
-            warmup=20,
-            options={
-                "model": {"layers": 1, "width": 64, "inner": 256, "heads": 4},
-                "vocabulary": 1_000,
-                "bleu_sentences": 200,
-                "longest": 64,
-                "validation": 200,
-            },
-        ),
+        "small": small(target=3.67),
         # The paper has no Multi30k; this is its IWSLT14 model, with a vocabulary for 29,000 captions.
         "paper": Preset(
             steps=10_000,
@@ -43,11 +30,7 @@ class Multi30k(Workload):
             target=1.60,
             schedule="inverse-sqrt",
             warmup=1_000,
-            options={
-                "model": {"layers": 6, "width": 512, "inner": 1024, "heads": 4, "dropout": 0.3},
-                "label_smoothing": 0.1,
-                "vocabulary": 8_000,
-            },
+            options={**PAPER, "vocabulary": 8_000},
         ),
     }
 

@@ -12,7 +12,7 @@ import torch
 from ngplus.lab.workloads.base import Preset, Workload
 from ngplus.lab.workloads.files import Arrays, Folder, cached, folder
 from ngplus.lab.workloads.recipe import Recipe
-from ngplus.lab.workloads.schnet import EnergyTask, Molecules, split
+from ngplus.lab.workloads.schnet import EnergyTask, Molecules, paper, recipes, small, split
 
 HELP = """QM9 is at https://doi.org/10.6084/m9.figshare.c.978904 (public domain). Lay it out as
   DATA/qm9/qm9.npz
@@ -54,56 +54,11 @@ class QM9(Workload):
     measure = "mae"  # eV
     higher_is_better = False
     presets: ClassVar[Mapping[str, Preset]] = {
-        "small": Preset(
-            steps=300,
-            batch_size=16,
-            evaluate_every=15,
-            warmup=10,
-            target=0.687,
-            options={
-                "model": {
-                    "hidden_channels": 32,
-                    "num_filters": 32,
-                    "num_interactions": 2,
-                    "num_gaussians": 25,
-                    "cutoff": 5.0,
-                },
-                "train": 10_000,
-                "validation": 300,
-            },
-        ),
-        # SchNetPack's model and batch; the paper names neither.
-        "paper": Preset(
-            steps=110_000,
-            batch_size=100,
-            evaluate_every=1_100,
-            target=0.014,  # SchNet's published error
-            schedule="constant",
-            options={
-                "model": {
-                    "hidden_channels": 128,
-                    "num_filters": 128,
-                    "num_interactions": 6,
-                    "num_gaussians": 50,
-                    "cutoff": 10.0,
-                },
-                "train": 110_000,
-                "validation": 10_000,
-                "loss_unit": "eV",
-            },
-        ),
+        "small": small(target=0.687, train=10_000),
+        # the target is SchNet's published error
+        "paper": paper(target=0.014, epoch=1_100, cutoff=10.0, train=110_000, validation=10_000),
     }
-    recipes: ClassVar[Mapping[str, Mapping[str, Recipe]]] = {
-        "paper": {
-            # lr * max(epoch - 10, 1)^-0.5
-            "ngplus-paper": Recipe(
-                {"lr": 2e-4, "scaling": "inverse", "damping": 0.17, "update_every": 200, "weight_decay": 1e-5},
-                {"schedule": "inverse-sqrt:1100:11000"},
-            ),
-            "adam": Recipe({"lr": 1e-4, "weight_decay": 1e-5}, {"schedule": "constant"}),
-            "sgd": Recipe({"lr": 4e-4, "weight_decay": 1e-5}, {"schedule": "constant"}),
-        }
-    }
+    recipes: ClassVar[Mapping[str, Mapping[str, Recipe]]] = {"paper": recipes(epoch=1_100, damping=0.17, sgd=4e-4)}
 
     def open(self, preset: Preset, data: Path | None) -> EnergyTask:
         arrays = {key: torch.from_numpy(value) for key, value in read(folder(self.name, data, HELP)).items()}

@@ -9,6 +9,7 @@ gradient of the batch all the same.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch_geometric.nn.models import SchNet
 
 from ngplus.lab.workloads.base import Preset, Task
+from ngplus.lab.workloads.recipe import Recipe
 from ngplus.lab.workloads.sampling import batch_index, device_of, evaluating
 
 
@@ -161,3 +163,40 @@ def split(count: int, train: int, val: int) -> tuple[Tensor, Tensor]:
     order = torch.from_numpy(np.random.default_rng(0).permutation(count))
     val = min(val, count // 2)
     return order[val : val + train], order[:val]
+
+
+# ------------------------------------------------------------------------------------------------ sizes and recipes
+
+
+def _model(width: int, interactions: int, gaussians: int, cutoff: float) -> dict[str, Any]:
+    return {
+        "hidden_channels": width,
+        "num_filters": width,
+        "num_interactions": interactions,
+        "num_gaussians": gaussians,
+        "cutoff": cutoff,
+    }
+
+
+def small(target: float, train: int) -> Preset:
+    options = {"model": _model(32, 2, 25, 5.0), "train": train, "validation": 300}
+    return Preset(steps=300, batch_size=16, evaluate_every=15, target=target, warmup=10, options=options)
+
+
+def paper(target: float, epoch: int, cutoff: float, train: int, validation: int) -> Preset:
+    """100 epochs of so many steps, with SchNetPack's model and batch; the paper names neither."""
+    options = {"model": _model(128, 6, 50, cutoff), "train": train, "validation": validation, "loss_unit": "eV"}
+    return Preset(100 * epoch, 100, evaluate_every=epoch, target=target, schedule="constant", options=options)
+
+
+def recipes(epoch: int, damping: float, sgd: float) -> Mapping[str, Recipe]:
+    """The paper's settings; NG+ has lr * max(epoch - 10, 1)^-0.5."""
+    decay = {"weight_decay": 1e-5}
+    return {
+        "ngplus-paper": Recipe(
+            {"lr": 2e-4, "scaling": "inverse", "damping": damping, "update_every": 200, **decay},
+            {"schedule": f"inverse-sqrt:{epoch}:{10 * epoch}"},
+        ),
+        "adam": Recipe({"lr": 1e-4, **decay}, {"schedule": "constant"}),
+        "sgd": Recipe({"lr": sgd, **decay}, {"schedule": "constant"}),
+    }

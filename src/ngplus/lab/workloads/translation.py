@@ -54,6 +54,25 @@ def learn_subwords(text: Iterable[str], size: int) -> Tokenizer:
     return tokenizer
 
 
+# fairseq's transformer_iwslt_de_en, with its dropout and label smoothing
+PAPER = {
+    "model": {"layers": 6, "width": 512, "inner": 1024, "heads": 4, "dropout": 0.3},
+    "label_smoothing": 0.1,
+}
+
+
+def small(target: float) -> Preset:
+    """A model that learns something in seconds: many small steps, few subwords. The batch is in tokens."""
+    options = {
+        "model": {"layers": 1, "width": 64, "inner": 256, "heads": 4},
+        "vocabulary": 1_000,
+        "bleu_sentences": 200,
+        "longest": 64,
+        "validation": 200,
+    }
+    return Preset(steps=400, batch_size=512, evaluate_every=20, target=target, warmup=20, options=options)
+
+
 class Corpus(NamedTuple):
     """Sentence pairs as tokens, the subwords, and the text of the test set."""
 
