@@ -69,6 +69,18 @@ def test_every_public_name_has_an_example_that_runs(name: str) -> None:
         assert not failed, said.getvalue()
 
 
+@pytest.mark.parametrize("name", [n for n, found in OBJECTS.items() if inspect.isclass(found)])
+def test_every_argument_is_described(name: str) -> None:
+    """In the docstring's Args, where it has them."""
+    found = OBJECTS[name]
+    _, head, described = (inspect.getdoc(found) or "").partition("\nArgs:\n")
+    if not head:
+        return
+    names = {n.strip("* ") for line in re.findall(r"^    ([\w, ]+):", described, re.M) for n in line.split(",")}
+    missing = set(inspect.signature(found).parameters) - names
+    assert not missing, f"{name} does not describe {sorted(missing)}"
+
+
 def blocks(page: Path) -> list[tuple[str, int, str, str]]:
     """Kind, line, mark and text of each fenced block of a page."""
     text = page.read_text()

@@ -76,14 +76,19 @@ class NGPlus(CapturedOptimizer):
         momentum, nesterov, weight_decay, maximize: as in torch.optim.SGD, applied to the preconditioned direction. With
             ``scaling="adaptive"``, ``momentum`` is Adam's first beta.
         decoupled_weight_decay: decay the weights directly, by ``lr * weight_decay``, outside of the momentum.
-        damping: lambda. A number is absolute, as in the paper; with ``damping_mode="relative"`` it is a multiple of the
-            mean eigenvalue trace(L)/d of each layer. ``"auto"`` is relative damping of 0.1.
+        damping: lambda, of ``scaling="inverse"`` and of the start of ``"batch"``. A number is absolute, the paper's;
+            ``"auto"`` is relative damping of 0.1.
+        damping_mode: ``"absolute"``, or ``"relative"``: damping is a multiple of each layer's mean eigenvalue
+            trace(L)/d.
         update_every: T, the number of steps between two refreshes. The first is at the first step.
         curvature: ``"sample"``, the paper's L and R; ``"momentum"``, their moving average with ``beta``; ``"batch"``,
             from mini-batch gradients with ``beta`` and ``gamma`` (1 - beta where None), started from lambda I, updated
             in every step; it needs no model.
         scaling: ``"adaptive"``, Adam's moments in the eigenbasis of L or R (``momentum``, ``beta2``, ``eps``), with
             learning rates like Adam's; ``"inverse"``, the paper's direction, with learning rates like SGD's.
+        beta, gamma: the weights of the moving averages: Lbar = beta Lbar + (1 - beta) L for ``"momentum"``, and
+            Ltilde = beta Ltilde + gamma G G^T for ``"batch"``.
+        beta2, eps: Adam's second beta and epsilon, for ``scaling="adaptive"`` and ``graft="adam"``.
         samples: size or fraction of the random sub-sample S of the batch; None is the whole batch.
         side: ``"auto"`` (left where m <= n), ``"left"`` or ``"right"``.
         solver: ``"dense"`` (Cholesky), ``"woodbury"``, ``"sketched"`` (sketched least squares), or ``"auto"``, the

@@ -133,6 +133,7 @@ class KFAC(Rival):
 
     Args:
         params: the model, or parameters or parameter groups of ``model``, as in torch.optim.
+        model: the module that the parameters belong to, where ``params`` is not a module.
         lr, momentum, nesterov, weight_decay, decoupled_weight_decay, maximize: as in ``NGPlus``.
         damping: lambda, absolute. Each factor gets its square root.
         update_every: steps between two refreshes. The first is at the first step.
