@@ -1,5 +1,7 @@
 """Scaling "adaptive", beyond the paper: Adam's moments kept in the eigenbasis of L or R.
 
+With ``side="both"``, L and R each give a basis: Q_L^T G Q_R.
+
 The basis Q comes from a refresh; each step turns the gradient into it (Q^T G), keeps the two moments of Adam there, and
 turns the step back. The GFIM gives the directions, the gradients' own second moments the scale along each. Where L is
 made anew, the first moment is carried over by P = Q_new^T Q_old, the second by P * P, elementwise.
@@ -28,7 +30,11 @@ def carry_moments(state: State, new: Sequence[Tensor], carry: bool) -> None:
     change = [q.mT @ o.to(q) for q, o in zip(new, old, strict=True)]
     for key, turns in (("exp_avg", change), ("exp_avg_sq", [p.square() for p in change])):
         moments = read(state, key)
-        if moments is not None:
+        if moments is None:
+            continue
+        if len(moments) < len(turns):  # both sides of one gradient
+            write(state, key, [turns[0] @ moments[0].to(turns[0]) @ turns[1].mT])
+        else:
             write(state, key, [p @ m.to(p) for p, m in zip(turns, moments, strict=True)])
 
 
@@ -39,7 +45,7 @@ def steps(works: Sequence[tuple[State, list[Tensor]]], group: Group) -> list[lis
     call, so that many small layers cost little more than one large one.
     """
     beta1, beta2 = group["momentum"], group["beta2"]
-    bases = [q for state, _ in works for q in _basis(state)]
+    bases = [q for state, stacks in works for q in _bases(state, stacks)]
     gradients = [g for _, stacks in works for g in stacks]
     turned = [_into(q, g) for q, g in zip(bases, gradients, strict=True)]
     parts = _split_like(turned, works)
@@ -66,7 +72,7 @@ def steps(works: Sequence[tuple[State, list[Tensor]]], group: Group) -> list[lis
 def sparse_steps(state: State, stacks: list[Tensor], group: Group) -> list[Tensor]:
     """The same for the rows of a sparse gradient. They come and go, so nothing is kept for them: no first moment, and
     one second moment for each direction of the basis, the mean over the rows touched."""
-    bases, beta2 = _basis(state), group["beta2"]
+    bases, beta2 = _bases(state, stacks), group["beta2"]
     turned = [_into(q, g) for q, g in zip(bases, stacks, strict=True)]
     squares = [t.square().mean(-1, keepdim=True) for t in turned]
     second = read(state, "exp_avg_sq")
@@ -117,18 +123,29 @@ def _roots(second: list[Tensor], corrections: list[float], stacks: list[int], ep
     return roots
 
 
-def _basis(state: State) -> list[Tensor]:
-    basis = read(state, "basis")
-    assert basis is not None
-    return basis
+Bases = tuple[Tensor, Tensor | None]  # of the curved side, and of the other one where that is curved, too
 
 
-def _into(basis: Tensor, gradient: Tensor) -> Tensor:
-    return basis.mT @ gradient if basis.shape[-1] > 1 else gradient  # a basis of one is 1
+def _bases(state: State, stacks: Sequence[Tensor]) -> list[Bases]:
+    """For each stack of a gradient the basis, or the two, that it is turned into."""
+    held = read(state, "basis")
+    assert held is not None
+    if len(held) > len(stacks):
+        return [(held[0], held[1])]
+    return [(basis, None) for basis in held]
 
 
-def _out_of(basis: Tensor, step: Tensor) -> Tensor:
-    return basis @ step if basis.shape[-1] > 1 else step
+def _into(bases: Bases, gradient: Tensor) -> Tensor:
+    """Q^T G, or Q_L^T G Q_R."""
+    first, second = bases
+    turned = first.mT @ gradient if first.shape[-1] > 1 else gradient  # a basis of one is 1
+    return turned if second is None else turned @ second
+
+
+def _out_of(bases: Bases, step: Tensor) -> Tensor:
+    first, second = bases
+    turned = first @ step if first.shape[-1] > 1 else step
+    return turned if second is None else turned @ second.mT
 
 
 def _same_shapes(held: Sequence[Tensor] | None, wanted: Sequence[Tensor]) -> bool:

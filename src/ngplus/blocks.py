@@ -57,6 +57,10 @@ class Cut:
         """The sum of p^3 over all blocks, the cost of an inverse up to its constant."""
         return self.groups * sum(count * size**3 for _, count, size in self.stacks)
 
+    def sides(self, side: str) -> list[tuple[str, Cut]]:
+        """Each side that is curved, with a cut of its own; ``side`` is the first."""
+        return [(side, self)]
+
     def split(self, x: Tensor) -> list[Tensor]:
         """[groups, d, D] to stacks of [groups * blocks, p, D]; views wherever strides allow it."""
         out = []
@@ -81,3 +85,31 @@ class Cut:
                 at = start + block * size
                 out[:, at : at + size, at : at + size] = stack[block::count]
         return out
+
+
+@dataclass(frozen=True)
+class BothSides(Cut):
+    """Both sides of a matrix curved (``side="both"``): two matrices a group, for d and for the other dimension.
+
+    The gradient stays one stack; only what is made of the sides, their products and bases, comes in two.
+    """
+
+    other: int = 0
+
+    @property
+    def stacks(self) -> list[tuple[int, int, int]]:
+        return [(0, 1, self.d), (0, 1, self.other)]
+
+    def sides(self, side: str) -> list[tuple[str, Cut]]:
+        second = "right" if side == "left" else "left"
+        return [(side, Cut.of(self.groups, self.d, None)), (second, Cut.of(self.groups, self.other, None))]
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        return [x]
+
+    def merge(self, stacks: Sequence[Tensor]) -> Tensor:
+        return stacks[0]
+
+    def dense(self, stacks: Sequence[Tensor]) -> Tensor:
+        """That of the side which the rule m <= n takes."""
+        return stacks[0]

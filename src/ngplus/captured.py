@@ -28,7 +28,7 @@ from ngplus.gradients import agree, check_finite, gradient_matrix
 from ngplus.matrices import ParameterMatrix, Use, collect, named
 from ngplus.notices import warn
 from ngplus.sharding import shards_of
-from ngplus.sync import DISTRIBUTIONS, Ranks, Replicas, Team, cut_of
+from ngplus.sync import DISTRIBUTIONS, Ranks, Replicas, Team
 from ngplus.update import update_parameters
 
 
@@ -339,7 +339,7 @@ class CapturedOptimizer(Optimizer):
     def _measures(self, matrix: ParameterMatrix) -> int:
         """What the curvature was last made for, as a number: torch's load_state_dict does not take strings."""
         group = self._complete(self._group(matrix))
-        cut = cut_of(matrix, group)
+        cut = matrix.cut_of(group)
         return zlib.crc32(f"{matrix.side(group['side'])} {cut} {matrix.dtype} {group['scaling']}".encode())
 
     def _arm(self) -> None:

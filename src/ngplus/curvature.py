@@ -14,7 +14,8 @@ exp_avg, exp_avg_sq  Adam's two moments in the basis                            
 damping              lambda of the last refresh                                   all
 ==================== ============================================================ =========================
 
-A tensor is a stack [groups * blocks, p, ...]; where the last block is smaller it lies beside it under ``..._tail``.
+A tensor is a stack [groups * blocks, p, ...]; where the last block is smaller, or where both sides are curved, the
+second one lies beside it under ``..._tail``.
 
 On the way from gradient to step: from the sums of a refresh to the inverse or basis that the next T steps apply.
 """
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ngplus import fisher, solve
-from ngplus.blocks import Cut
+from ngplus.blocks import BothSides, Cut
 from ngplus.factors import Factors
 from ngplus.matrices import ParameterMatrix
 from ngplus.sketch import Sketch, SketchSpec
@@ -66,8 +67,7 @@ class Gathered:
 
     def add(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int) -> None:
         """Adds a batch's factors: to the sum of products, or to the columns of U where the rank is low."""
-        side = matrix.side(group["side"])
-        cut = matrix.cut(side, group["block_size"])
+        side, cut = matrix.side(group["side"]), matrix.cut_of(group)
         index = subsample(factors.samples, group["samples"], seed)
         self.used += factors.samples if index is None else len(index)
         if _keeps_root(factors, side, cut, group):
@@ -82,7 +82,11 @@ class Gathered:
 
         other = factors.curved_and_other(side)[1]
         matrix.form = fisher.choose_form(factors, side, other if spec is None else min(other, spec.size), cut.size)
-        products = fisher.gfim_sum(factors, side, cut, sketch=sketch, samples=index, dtype=matrix.dtype)
+        products = [
+            product
+            for curved, own in cut.sides(side)
+            for product in fisher.gfim_sum(factors, curved, own, sketch=sketch, samples=index, dtype=matrix.dtype)
+        ]
         if self.total is None:
             self.total = products
         else:
@@ -170,7 +174,9 @@ def mini_batch(matrix: ParameterMatrix, gradient: Tensor, group: Group, seed: in
         spec = None
     if spec is not None and spec.size < curved.shape[-1]:
         curved = Sketch(spec, curved.shape[-1], seed)(curved)
-    cut = matrix.cut(side, group["block_size"])
+    cut = matrix.cut_of(group)
+    if isinstance(cut, BothSides):
+        return Fresh([curved @ curved.mT, curved.mT @ curved])
     stacks = cut.split(curved)
     if group["solver"] in ("woodbury", "sketched"):
         return Fresh(None, stacks)
@@ -306,7 +312,7 @@ def apply(state: State, stacks: list[Tensor], group: Group) -> list[Tensor]:
 
 def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: Fresh | None) -> Tensor:
     """L or R, [groups, d, d]: as it was gathered, or recovered from what the steps keep."""
-    cut = matrix.cut(matrix.side(group["side"]), group["block_size"])
+    cut = matrix.cut_of(group)
     for stacks in (read(state, "curvature"), held.dense() if held is not None else None):
         if stacks is not None:
             return cut.dense(stacks)

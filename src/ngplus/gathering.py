@@ -18,7 +18,7 @@ from ngplus.capture import BatchDims, Capture
 from ngplus.curvature import Gathered, Group
 from ngplus.factors import Bags, Factors, Lookup
 from ngplus.matrices import ParameterMatrix, Use
-from ngplus.sync import Ranks, Sum, Team, cut_of
+from ngplus.sync import Ranks, Sum, Team
 
 CHECKED_ROWS = 1_000_000  # embeddings above this size are not checked for uses that capture has missed
 
@@ -71,7 +71,7 @@ class Gathering:
         sums = []
         for matrix in due:
             gathered = self._gathered.setdefault(id(matrix), self._gathers())
-            cut = cut_of(matrix, self._groups[matrix.params[0]])
+            cut = matrix.cut_of(self._groups[matrix.params[0]])
             failed = matrix.source == "batch" or bool(matrix.reason)
             sums.append((matrix, Sum(gathered, cut, matrix.dtype, matrix.params[0].device, failed)))
         team.add_up(sums)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ngplus.blocks import BothSides
 from ngplus.dtensor import local
 from ngplus.matrices import ParameterMatrix
 from ngplus.sync import Team
@@ -34,7 +35,8 @@ def gradient_matrix(
                 "parameter group with weight_decay=0"
             )
         first = first.coalesce()
-        if len(grads) == 1 and matrix.side(group["side"]) == "right" and matrix.kinds[0] == "rows":
+        one_sided = not isinstance(matrix.cut_of(group), BothSides)
+        if len(grads) == 1 and one_sided and matrix.side(group["side"]) == "right" and matrix.kinds[0] == "rows":
             rows = first.indices()
         grads[0] = first.values().flatten(1) if rows is not None else first.to_dense()
     if rows is not None:

@@ -11,15 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from ngplus.blocks import Cut
+from ngplus.blocks import BothSides, Cut
 from ngplus.layers import LayerRule, Layout, MatrixSpec, UnknownModuleRule, rule_for
 
 # Where a matrix's curvature comes from: the captured factors of a rule, vmap, or the mini-batch gradient in .grad.
 SOURCES = ("sample", "vmap", "batch")
+
+# side="both" leaves an other dimension above this alone: an eigenbasis of it would cost more than it brings.
+LARGEST_OTHER = 1024
 
 
 class ParameterMatrix:
@@ -29,6 +33,7 @@ class ParameterMatrix:
         self, names: list[str], params: list[nn.Parameter], kinds: list[str], groups: int = 1, source: str = "batch"
     ) -> None:
         self.names, self.params, self.kinds, self.groups, self.source = names, params, kinds, groups, source
+        self.lookup = False  # a table: its rows are items, which no basis should mix
         self.armed = False
         self.checked = False  # that the captured parts add up to the gradient
         self.seen: tuple[int, int] | None = None  # samples and positions of the last refresh
@@ -80,13 +85,22 @@ class ParameterMatrix:
         return torch.float64 if self.params[0].dtype == torch.float64 else torch.float32
 
     def side(self, wanted: str) -> str:
-        """The paper's rule: left where m <= n, right where m > n."""
-        if wanted != "auto":
+        """The paper's rule: left where m <= n, right where m > n. Of both sides it names the first."""
+        if wanted not in ("auto", "both"):
             return wanted
         return "left" if self.layout.rows <= self.layout.cols else "right"
 
-    def cut(self, side: str, block_size: int | None) -> Cut:
-        return Cut.of(self.groups, self.layout.rows if side == "left" else self.layout.cols, block_size)
+    def cut(self, side: str, block_size: int | None, both: bool = False) -> Cut:
+        """How the curved dimension falls into blocks; with ``both``, the other dimension is curved, too."""
+        d, other = (self.layout.rows, self.layout.cols) if side == "left" else (self.layout.cols, self.layout.rows)
+        vectors = all(kind == "column" for kind in self.kinds)
+        if both and not (self.lookup or vectors) and 1 < other <= LARGEST_OTHER:
+            return BothSides(self.groups, d, d, other)
+        return Cut.of(self.groups, d, block_size)
+
+    def cut_of(self, group: Mapping[str, Any]) -> Cut:
+        """The same, by the options of a parameter group."""
+        return self.cut(self.side(group["side"]), group["block_size"], group["side"] == "both")
 
 
 @dataclass
@@ -147,6 +161,7 @@ def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tupl
             parts[i] = of_param[p][1]
             if matrix.kinds[of_param[p][1]] != spec.kinds[i] or matrix.groups != spec.groups:
                 clashes.add(p)
+        matrix.lookup = matrix.lookup or rule.looks_up
         matrix.update_layout()
         matrix.sparse = matrix.sparse or bool(getattr(module, "sparse", False))
         uses.append(Use(module, rule, index, matrix, tuple(parts)))

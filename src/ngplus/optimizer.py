@@ -24,7 +24,7 @@ from ngplus.gathering import Gathering, seed_of
 from ngplus.gradients import captured_scale
 from ngplus.matrices import ParameterMatrix, Use
 from ngplus.plan import Plan, plan_of
-from ngplus.sync import Replicas, Team, cut_of
+from ngplus.sync import Replicas, Team
 from ngplus.update import graft_length, with_length
 
 LONGEST = 16  # with drift, no layer waits longer than this many times T
@@ -90,7 +90,8 @@ class NGPlus(CapturedOptimizer):
             Ltilde = beta Ltilde + gamma G G^T for ``"batch"``.
         beta2, eps: Adam's second beta and epsilon, for ``scaling="adaptive"`` and ``graft="adam"``.
         samples: size or fraction of the random sub-sample S of the batch; None is the whole batch.
-        side: ``"auto"`` (left where m <= n), ``"left"`` or ``"right"``.
+        side: ``"auto"`` (left where m <= n), ``"left"`` or ``"right"``. With ``scaling="adaptive"`` also ``"both"``:
+            the bases of L and of R, wherever the larger one has 1,024 rows or less.
         solver: ``"dense"`` (Cholesky), ``"woodbury"``, ``"sketched"`` (sketched least squares), or ``"auto"``, the
             cheapest exact one for each layer.
         block_size: p of the block-diagonal form.
@@ -219,7 +220,7 @@ class NGPlus(CapturedOptimizer):
         if gathered is None:
             fresh = curvatures.mini_batch(matrix, work.gradient, group, seed_of(group))
         else:
-            fresh = curvatures.per_sample(gathered, group, cut_of(matrix, group), captured_scale())
+            fresh = curvatures.per_sample(gathered, group, matrix.cut_of(group), captured_scale())
         if not curvatures.is_finite(fresh):
             if self._fits(matrix, group, state):
                 return None, False
@@ -301,14 +302,14 @@ class NGPlus(CapturedOptimizer):
         self._drifts.clear()
 
     def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
-        cut = matrix.cut(matrix.side(group["side"]), group["block_size"])
+        cut = matrix.cut_of(group)
         wanted = "basis" if group["scaling"] == "adaptive" else "inverse" if "inverse" in state else "factor"
-        held = state.get(wanted)
+        held = curvatures.read(state, wanted)
         return (
             held is not None
-            and held.shape[:2] == (cut.groups * cut.stacks[0][1], cut.size)
-            and held.dtype == matrix.dtype
-            and held.device == matrix.params[0].device
+            and [x.shape[:2] for x in held] == [(cut.groups * count, size) for _, count, size in cut.stacks]
+            and held[0].dtype == matrix.dtype
+            and held[0].device == matrix.params[0].device
         )
 
     def _precondition(self, works: Sequence[Work]) -> list[Direction]:
@@ -331,13 +332,12 @@ class NGPlus(CapturedOptimizer):
     def _stacks(self, work: Work) -> list[Tensor]:
         """The gradient with its curved dimension first, in the blocks of its matrix."""
         side = work.matrix.side(work.group["side"])
-        cut = work.matrix.cut(side, work.group["block_size"])
-        return cut.split(work.gradient if side == "left" else work.gradient.mT)
+        return work.matrix.cut_of(work.group).split(work.gradient if side == "left" else work.gradient.mT)
 
     def _merged(self, work: Work, stacks: list[Tensor]) -> Tensor:
         """The way back, at the step length of another method where one is grafted on."""
         side = work.matrix.side(work.group["side"])
-        direction = work.matrix.cut(side, work.group["block_size"]).merge(stacks)
+        direction = work.matrix.cut_of(work.group).merge(stacks)
         direction = direction if side == "left" else direction.mT
         if work.group["graft"] is None:
             return direction

@@ -16,7 +16,7 @@ from ngplus.sketch import SketchSpec
 CHOICES = {
     "curvature": ("sample", "momentum", "batch"),
     "scaling": ("inverse", "adaptive"),
-    "side": ("auto", "left", "right"),
+    "side": ("auto", "left", "right", "both"),
     "solver": ("auto", "dense", "woodbury", "sketched"),
     "damping_mode": ("absolute", "relative"),
     "loss_reduction": ("mean", "sum"),
@@ -61,6 +61,11 @@ def check(options: Mapping[str, Any]) -> None:
         raise ValueError("Nesterov momentum requires a momentum above 0")
     if options["scaling"] == "adaptive" and not options["momentum"] < 1:
         raise ValueError(f"Invalid momentum: {options['momentum']} (below 1 with scaling='adaptive')")
+    if options["side"] == "both":
+        if options["scaling"] != "adaptive":
+            raise ValueError("side='both' goes with scaling='adaptive': the paper's inverse has one side")
+        if options["block_size"] is not None or options["sketch"] is not None:
+            raise ValueError("side='both' goes without block_size and sketch, which shorten one side")
     if options["solver"] in ("woodbury", "sketched"):
         if options["scaling"] != "inverse":
             raise ValueError(f"solver={options['solver']!r} goes with scaling='inverse', not with an eigenbasis")

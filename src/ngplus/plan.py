@@ -185,7 +185,8 @@ def _row(
     rows, cols = matrix.layout.rows, matrix.layout.cols
     side = matrix.side(group["side"])
     other = cols if side == "left" else rows
-    cut = matrix.cut(side, group["block_size"])
+    cut = matrix.cut_of(group)
+    sides = [(own, other if curved == side else cut.d) for curved, own in cut.sides(side)]
     source = "batch" if group["curvature"] == "batch" else matrix.source
     samples, kappa = matrix.seen or (batch_size or 0, positions)
     width = 8 if matrix.params[0].element_size() == 8 else 4
@@ -205,7 +206,7 @@ def _row(
         refresh = 2 * curved * rank * rank + cut.count * rank**3
         elements = curved * rank + cut.count * rank * (rank if solver == "woodbury" else _sketch_rows(group, cut, rank))
     elif solver == "eigenbasis":
-        step = 4 * cut.elements * other
+        step = 4 * sum(own.elements * length for own, length in sides)
         refresh = EIGH * cut.cubes
         elements = cut.elements + curved + 2 * matrix.groups * rows * cols
     else:
@@ -217,16 +218,19 @@ def _row(
     short = other if spec is None else min(other, spec.size)
     if source == "batch":
         form = "mini-batch"
+        products = 2 * (cut.elements * short if len(sides) == 1 else sum(own.elements * n for own, n in sides))
         if group["curvature"] == "batch":
-            step += 2 * cut.elements * short
+            step += products
         else:
-            refresh += 2 * cut.elements * short
+            refresh += products
     elif samples:
         part = group["samples"]
         used = samples if part is None else min(samples, round(part * samples) if isinstance(part, float) else part)
         stand_in = outer_costs(kappa, cut.d, short, cut.size)  # the cost model of dense factors
         form = form or min(stand_in, key=lambda name: stand_in[name])
-        refresh += int(2 * used * matrix.groups * stand_in.get(form, min(stand_in.values())))
+        cost = stand_in.get(form, min(stand_in.values()))
+        cost += sum(min(outer_costs(kappa, own.d, length, own.d).values()) for own, length in sides[1:])
+        refresh += int(2 * used * matrix.groups * cost)
     kept = sum(
         value.numel() * value.element_size()
         for key, value in state.items()
@@ -238,7 +242,7 @@ def _row(
         shape=(rows, cols),
         groups=matrix.groups,
         source=source,
-        side=side,
+        side=side if len(sides) == 1 else "both",
         solver=solver,
         blocks=cut.count,
         form=form,

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ngplus.curvature import Group
 from ngplus.dtensor import is_dtensor, local
 from ngplus.matrices import ParameterMatrix
-from ngplus.sync import Ranks, Sum, Team, assign, cut_of, work
+from ngplus.sync import Ranks, Sum, Team, assign, work
 
 
 class Piece(NamedTuple):
@@ -87,7 +87,7 @@ class Shards(Team):
         self.size, self.rank = len(places), places.index(here)
         self._among_shards = None if data.shard is None else _ranks(mesh.get_group(data.shard))
         self._among_replicas = None if data.replicate is None else _ranks(mesh.get_group(data.replicate))
-        costs = [work(m, cut_of(m, groups[m.params[0]]), steps=True) for m in matrices]
+        costs = [work(m, m.cut_of(groups[m.params[0]]), steps=True) for m in matrices]
         self.owners = dict(zip(map(id, matrices), assign(costs, self.size), strict=True))
         model_dims = [dim for dim in dims if dim != data.shard]
         self._keeper: dict[int, int] = {}

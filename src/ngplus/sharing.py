@@ -18,12 +18,13 @@ from ngplus import curvature as curvatures
 from ngplus.blocks import Cut
 from ngplus.curvature import Fresh, Group, Solved, State
 from ngplus.matrices import ParameterMatrix
-from ngplus.sync import Replicas, Team, cut_of, pack, unpack
+from ngplus.sync import Replicas, Team, pack, unpack
 
 
 def numbers(cut: Cut, scaling: str) -> int:
     """How many numbers are sent for one matrix."""
-    return cut.elements + cut.groups * cut.d if scaling == "adaptive" else cut.triangle + 1
+    rows = cut.groups * sum(count * size for _, count, size in cut.stacks)
+    return cut.elements + rows if scaling == "adaptive" else cut.triangle + 1
 
 
 def solved(fresh: Fresh | None, state: State, group: Group, seed: int) -> Solved:
@@ -58,7 +59,7 @@ def _parcel(new: Solved) -> list[Tensor]:
 
 def _room(matrix: ParameterMatrix, group: Group) -> list[Tensor]:
     """Tensors of the shapes of a parcel."""
-    cut = cut_of(matrix, group)
+    cut = matrix.cut_of(group)
     if group["scaling"] == "adaptive":
         blocks = [(cut.groups * count, size) for _, count, size in cut.stacks]
         shapes: list[tuple[int, ...]] = [*blocks, *[(count, size, size) for count, size in blocks]]
@@ -71,7 +72,7 @@ def _opened(parcel: Sequence[Tensor], matrix: ParameterMatrix, group: Group) -> 
     if group["scaling"] == "adaptive":
         half = len(parcel) // 2
         return {"basis": list(parcel[half:]), "spectrum": list(parcel[:half])}
-    return {"inverse": unpack(parcel[0], cut_of(matrix, group)), "damping": parcel[1].reshape(())}
+    return {"inverse": unpack(parcel[0], matrix.cut_of(group)), "damping": parcel[1].reshape(())}
 
 
 def unchanged(state: State, new: Solved) -> bool:

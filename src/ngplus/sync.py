@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -170,7 +169,7 @@ class Replicas(Team):
         self.ranks, self._groups = ranks, groups
         # The rows of a sparse gradient come and go, and their side is short: each rank applies the inverse to them.
         self._away = {id(m) for m in matrices if distribution == "memory" and not m.sparse}
-        costs = [work(m, cut_of(m, groups[m.params[0]]), id(m) in self._away) for m in matrices]
+        costs = [work(m, m.cut_of(groups[m.params[0]]), id(m) in self._away) for m in matrices]
         self.owners = dict(zip(map(id, matrices), assign(costs, ranks.size), strict=True))
 
     def owns(self, matrix: ParameterMatrix) -> bool:
@@ -203,10 +202,6 @@ class Replicas(Team):
         out = {p: directions[p].contiguous() if p in directions else torch.empty_like(p) for p, _ in params}
         self.ranks.send(list(out.values()), [owner for _, owner in params])
         return out
-
-
-def cut_of(matrix: ParameterMatrix, group: Mapping[str, Any]) -> Cut:
-    return matrix.cut(matrix.side(group["side"]), group["block_size"])
 
 
 def work(matrix: ParameterMatrix, cut: Cut, steps: bool) -> float:

@@ -331,6 +331,14 @@ RIVALS: dict[str, Rival] = {
         ),
         Rival("ngplus", "NG+", _NGPLUS, _of_model, {"lr": 0.01}, {"lr": _ADAM_LR}),
         Rival(
+            "ngplus-both",
+            "NG+, the bases of both sides",
+            _NGPLUS,
+            _of_model,
+            {"lr": 0.01, "side": "both"},
+            {"lr": _ADAM_LR},
+        ),
+        Rival(
             "ngplus-momentum",
             "NG+, moving average of the curvature",
             _NGPLUS,

@@ -27,6 +27,8 @@ class EmbeddingRule(LayerRule):
         ((1000, 16), 'right')
     """
 
+    looks_up = True
+
     def matrices(self, module: nn.Module) -> list[MatrixSpec]:
         return [MatrixSpec(("weight",), ("rows",))]
 
@@ -77,6 +79,8 @@ class EmbeddingBagRule(LayerRule):
         >>> row.shape, row.source
         ((1000, 16), 'sample')
     """
+
+    looks_up = True
 
     def matrices(self, module: nn.Module) -> list[MatrixSpec]:
         assert isinstance(module, nn.EmbeddingBag)

@@ -87,6 +87,8 @@ class LayerRule:
 
     #: Does the rule speak for the parameters of the module's children, too?
     claims_children = False
+    #: Are the rows of its matrix items that are looked up, as those of an embedding?
+    looks_up = False
     #: Are the inputs needed where only the second parameter, the bias, is trained?
     bias_needs_input = True
 
