@@ -338,8 +338,8 @@ def add_placeholders(state: State, group: Group) -> None:
 
 
 def read(state: State, key: str) -> list[Tensor] | None:
-    """The one or two stacks under a key."""
-    if key not in state:
+    """The one or two stacks under a key; None where there are none, or a placeholder."""
+    if key not in state or state[key].numel() == 0:
         return None
     return [state[key], state[key + "_tail"]] if key + "_tail" in state else [state[key]]
 

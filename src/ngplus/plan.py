@@ -195,7 +195,7 @@ def _row(
     if group["scaling"] == "adaptive":
         solver = "eigenbasis"
     elif solver == "auto":
-        known_rank = "factor" in state or ("inverse" not in state and rank)
+        known_rank = "inverse" not in state and ("factor" in state or rank)
         plain = group["curvature"] == "sample" and group["sketch"] is None and group["samples"] is None
         low = bool(known_rank) and plain and source != "batch" and 2 * rank < cut.size
         solver = "woodbury" if low else "dense"

@@ -117,6 +117,9 @@ class Shards(Team):
             for matrix, s in counted:
                 s.keeper = self._keeper[id(matrix)]
             self._among_shards.add_up([s for _, s in counted])
+        else:  # dense like all others, so that a checkpoint has the same entries
+            for _, s in counted:
+                s.gathered.total, s.gathered.roots = s.gathered.products(), []
         if self._among_replicas is not None:
             mine = [s for m, s in counted if self.owns(m)]
             for s in mine:

@@ -28,7 +28,7 @@ def _serve(rank: int, world: int, folder: str, link: Connection) -> None:
         try:
             torch.save(function(rank, world, *args), answer)
             link.send(("done", answer.getvalue()))
-        except Exception:
+        except BaseException:  # CheckpointException is no Exception
             link.send(("failed", traceback.format_exc()))
     dist.destroy_process_group()
 

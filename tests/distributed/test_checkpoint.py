@@ -1,0 +1,109 @@
+"""torch.distributed.checkpoint: saved on 2 ranks, loaded on 1, 2 and 4, and on to the same parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+import ngplus
+from distributed.pool import Pool
+from distributed.setting import (
+    LR,
+    OPTIONS,
+    STEPS,
+    alone,
+    assert_close,
+    assert_same_everywhere,
+    batch,
+    convolutions,
+    precision,
+    share,
+    squared,
+)
+from distributed.test_fsdp2 import sharded
+
+SAVED_AT = 10  # in between two refreshes: T is 3
+KINDS = ["ddp", "ddp memory", "fsdp2"]
+
+
+def make(kind: str, name: str, world: int) -> tuple[nn.Module, ngplus.NGPlus]:
+    net: nn.Module = convolutions(precision(name))
+    if world > 1:
+        net = sharded(net) if kind == "fsdp2" else DistributedDataParallel(net)  # type: ignore[arg-type]
+    distribution = "memory" if kind == "ddp memory" else "communication"
+    return net, ngplus.NGPlus(net, lr=LR, distribution=distribution, **OPTIONS[name])
+
+
+def train(net: nn.Module, optimizer: ngplus.NGPlus, steps: range, rank: int, world: int) -> None:
+    for step in steps:
+        x, y = batch(step, next(net.parameters()).dtype)
+        mine = share(len(x), rank, world, unequal=False)
+        optimizer.zero_grad()
+        squared(net(x[mine]), y[mine]).mean().backward()
+        optimizer.step()
+
+
+def parameters(net: nn.Module) -> list[Tensor]:
+    return [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in net.parameters()]
+
+
+def save(rank: int, world: int, kind: str, name: str, folder: str) -> list[Tensor]:
+    """Saves in the middle, and goes on to the end."""
+    net, optimizer = make(kind, name, world)
+    train(net, optimizer, range(SAVED_AT), rank, world)
+    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True)), checkpoint_id=folder)
+    train(net, optimizer, range(SAVED_AT, STEPS), rank, world)
+    return parameters(net)
+
+
+def load(rank: int, world: int, kind: str, name: str, folder: str) -> list[Tensor]:
+    net, optimizer = make(kind, name, world)
+    states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    set_state_dict(net, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    assert all(group["step"] == SAVED_AT for group in optimizer.param_groups)
+    train(net, optimizer, range(SAVED_AT, STEPS), rank, world)
+    return parameters(net)
+
+
+@pytest.mark.parametrize("name", ["sample", "momentum", "adaptive"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_goes_on_on_any_number_of_ranks(ranks: Callable[[int], Pool], tmp_path: Path, kind: str, name: str) -> None:
+    whole = ranks(2).run(save, kind, name, str(tmp_path))
+    assert_close(whole[0], alone(name))
+    for world in (2, 4):
+        found = ranks(world).run(load, kind, name, str(tmp_path))
+        assert_same_everywhere(found)
+        if world == 2:
+            assert_same_everywhere([whole[0], found[0]])
+        assert_close(found[0], whole[0])
+    assert_close(load(0, 1, kind, name, str(tmp_path)), whole[0])
+
+
+def misload(rank: int, world: int) -> str:
+    """The state of rank 0 on all ranks, where each keeps a part of the curvature."""
+    net, optimizer = make("ddp memory", "sample", world)
+    train(net, optimizer, range(2), rank, world)
+    box = [optimizer.state_dict()]
+    dist.broadcast_object_list(box)
+    other = make("ddp memory", "sample", world)[1]
+    try:
+        other.load_state_dict(box[0])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_part_of_the_state_is_refused(ranks: Callable[[int], Pool]) -> None:
+    first, second = ranks(2).run(misload)
+    assert first == ""
+    assert "is not in the state that was loaded" in second
