@@ -400,9 +400,9 @@ def test_gradient_that_is_not_finite(value: float, curvature: str, scaling: str,
     grad[0, 0] = value
     count = optimizer.param_groups[0]["step"]
     state = {key: v.clone() for s in optimizer.state.values() for key, v in s.items() if isinstance(v, Tensor)}
-    with Unchanged(model), pytest.raises(RuntimeError, match=r"2\.weight") as error:
+    with Unchanged(model), pytest.warns(ngplus.HealthWarning, match=r"2\.weight") as caught:
         optimizer.step()
-    assert "0.weight" not in str(error.value)  # names the culprit, and only it
+    assert "0.weight" not in str(caught[0].message)  # names the culprit, and only it
     assert optimizer.param_groups[0]["step"] == count
     after = {key: v for s in optimizer.state.values() for key, v in s.items() if isinstance(v, Tensor)}
     assert all(torch.equal(after[key], state[key]) for key in state)
@@ -422,17 +422,17 @@ def test_sparse_gradient_that_is_not_finite(value: float, layer: str) -> None:
     model(torch.tensor([[1, 2], [2, 5]])).square().sum().backward()
     grad = model.weight.grad
     model.weight.grad = torch.sparse_coo_tensor(grad._indices(), grad._values() * value, grad.shape)
-    with Unchanged(model), pytest.raises(RuntimeError, match="weight"):
+    with Unchanged(model), pytest.warns(ngplus.HealthWarning, match="weight"):
         optimizer.step()
 
 
-def test_overflow_of_a_norm_is_an_error() -> None:
+def test_overflow_of_a_norm_skips_the_step() -> None:
     """Gradients that are finite, but so large that no step can be made of them."""
     model = nn.Linear(4, 3)
     optimizer = ngplus.NGPlus(model, **EXACT, curvature="batch")
     for p in model.parameters():
         p.grad = torch.full_like(p, 3e38)
-    with Unchanged(model), pytest.raises(RuntimeError, match=r"not finite.*weight"):
+    with Unchanged(model), pytest.warns(ngplus.HealthWarning, match=r"not finite.*weight"):
         optimizer.step()
 
 

@@ -84,14 +84,6 @@ def error_inputs(device: Any, dtype: Any) -> list[ErrorOptimizerInput]:
         case = OptimizerInput(params, {"curvature": "batch", **kwargs}, f"{kwargs or regex}")
         found.append(ErrorOptimizerInput(case, error_type=error, error_regex=regex))
 
-    def wrong_step(regex: str, desc: str, *grads: Tensor) -> None:
-        params = [nn.Parameter(torch.ones_like(grad, dtype=dtype)) for grad in grads]
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad.to(dtype)
-        case = OptimizerInput(params, {"curvature": "batch"}, desc)
-        error = {"error_on": OptimizerErrorEnum.STEP_ERROR, "error_type": RuntimeError, "error_regex": regex}
-        found.append(ErrorOptimizerInput(case, **error))
-
     infinity, nan = float("inf"), float("nan")
     bad_numbers = {
         "lr": (-1e-3, infinity, nan, torch.tensor(-1.0), torch.tensor(nan), "fast", None),
@@ -125,8 +117,6 @@ def error_inputs(device: Any, dtype: Any) -> list[ErrorOptimizerInput]:
     wrong("complex", [nn.Parameter(torch.ones(2, 3, dtype=torch.complex64))])
     wrong("complex", nn.Linear(2, 3, dtype=torch.complex64))
     wrong("non-leaf", [nn.Parameter(torch.ones(2)) * 2])
-    wrong_step("not finite", "nan in a gradient", torch.tensor([[1.0, nan]]), torch.ones(3))
-    wrong_step("not finite", "infinite gradient", torch.ones(3), torch.tensor(infinity))
     return found
 
 
@@ -178,33 +168,33 @@ def test_errors(case: ErrorOptimizerInput) -> None:
     params, kwargs = case.optimizer_error_input.params, case.optimizer_error_input.kwargs
     if params is None:
         params = [nn.Parameter(torch.randn(2, 3))]
-    if case.error_on == OptimizerErrorEnum.CONSTRUCTION_ERROR:
-        with pytest.raises(case.error_type, match=case.error_regex):
-            NGPlus(params, **kwargs)
-        return
-    optimizer = NGPlus(params, **kwargs)
-    before = copies(params)
+    assert case.error_on == OptimizerErrorEnum.CONSTRUCTION_ERROR
     with pytest.raises(case.error_type, match=case.error_regex):
-        optimizer.step()
-    assert_same(copies(params), before)
+        NGPlus(params, **kwargs)
 
 
 @pytest.mark.parametrize("curvature", ["sample", "momentum"])
 @pytest.mark.parametrize(
-    ("loss", "message"),
+    ("loss", "complains"),
     [
-        (lambda model: model(torch.randn(4, 1, 4, 4)).sum() * float("nan"), "not finite"),
-        (lambda model: (model(torch.randn(4, 1, 4, 4)).detach() * torch.ones((), requires_grad=True)).sum(), "reach"),
+        (
+            lambda model: model(torch.randn(4, 1, 4, 4)).sum() * float("nan"),
+            pytest.warns(UserWarning, match="not finite"),
+        ),
+        (
+            lambda model: (model(torch.randn(4, 1, 4, 4)).detach() * torch.ones((), requires_grad=True)).sum(),
+            pytest.raises(RuntimeError, match="reach"),
+        ),
     ],
     ids=["nan loss", "loss that reaches no parameter"],
 )
 def test_a_step_that_sees_bad_input_changes_nothing_and_can_be_made_again(
-    loss: Callable[[nn.Module], Tensor], message: str, curvature: str
+    loss: Callable[[nn.Module], Tensor], complains: Any, curvature: str
 ) -> None:
     model, other = small_net(), small_net()
     optimizer, untouched = (NGPlus(m, lr=1e-3, curvature=curvature) for m in (model, other))
     loss(model).backward()
-    with pytest.raises(RuntimeError, match=message):
+    with copy.copy(complains):
         optimizer.step()
     assert_same(model, other)
     train(model, optimizer, range(2))

@@ -31,7 +31,7 @@ class Room:
 
 ROOMS = (
     Room("gfim", "factors of G_i to L or R", ("blocks", "factors", "fisher", "sketch")),
-    Room("solve", "L and lambda to an inverse", ("solve",), ("gfim",)),
+    Room("solve", "L and lambda to an inverse", ("faults", "solve"), ("gfim",)),
     Room("layers", "a rule for each layer type", ("layers",), ("gfim",)),
     Room(
         "capture", "the model's passes to factors", ("capture", "compiled", "dtensor", "matrices"), ("gfim", "layers")
@@ -42,7 +42,7 @@ ROOMS = (
         ("adaptive", "background", "curvature"),
         ("gfim", "solve", "capture"),
     ),
-    Room("sync", "what crosses ranks", ("sharding", "sharing", "sync"), ("gfim", "capture", "curvature")),
+    Room("sync", "what crosses ranks", ("sharding", "sharing", "sync"), ("gfim", "solve", "capture", "curvature")),
     Room(
         "optimizer",
         "the step, as in Algorithm 1",
@@ -50,6 +50,7 @@ ROOMS = (
             "captured",
             "gathering",
             "gradients",
+            "health",
             "notices",
             "optimizer",
             "options",

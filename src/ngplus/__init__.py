@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ngplus import layers, online, schedules
+from ngplus.health import Health, HealthWarning, LayerHealth
 from ngplus.layers import register_layer
 from ngplus.online import OnlineNGPlus
 from ngplus.optimizer import Curvature, NGPlus
@@ -18,6 +19,9 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "Curvature",
+    "Health",
+    "HealthWarning",
+    "LayerHealth",
     "NGPlus",
     "OnlineNGPlus",
     "Plan",

@@ -23,8 +23,10 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from ngplus import options
 from ngplus.capture import BatchDims
 from ngplus.curvature import Gathered, Group, State
+from ngplus.faults import Trouble, keep_last_good, look, norms_of, zero_where
 from ngplus.gathering import Gathering
-from ngplus.gradients import agree, check_finite, gradient_matrix
+from ngplus.gradients import agree, gradient_matrix, gradient_norms
+from ngplus.health import FETCH_EVERY, Health, Ledger
 from ngplus.matrices import ParameterMatrix, Use, collect, named
 from ngplus.notices import warn
 from ngplus.sharding import shards_of
@@ -53,6 +55,7 @@ class CapturedOptimizer(Optimizer):
     _neutral: Mapping[str, Any] = {}  # values for the options of NG+ that a rival does not have
     _own_keys: tuple[str, ...] = ("momentum_buffer",)  # state that has the parameter's dtype; all else keeps its own
     _initialising = False
+    _skip: Tensor | None = None  # on an accelerator: is this step to change nothing?
 
     def __init__(
         self,
@@ -97,8 +100,12 @@ class CapturedOptimizer(Optimizer):
     def _observe(self, work: Work) -> None:
         """What a method does in every step, before a refresh."""
 
-    def _refresh(self, work: Work, gathered: Gathered | None) -> bool:
-        """New curvature in the state; without ``gathered``, from the mini-batch gradient. False: it was not finite."""
+    def _refresh(self, work: Work, gathered: Gathered | None, trouble: Trouble) -> None:
+        """New curvature in the state, in new tensors; without ``gathered``, from the mini-batch gradient.
+
+        Curvature that is not finite is noted in ``trouble`` as "dropped". Where the host can see that, the state stays
+        as it is; elsewhere zeros stand in for it, and the frame keeps the last good state.
+        """
         raise NotImplementedError
 
     def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
@@ -132,12 +139,14 @@ class CapturedOptimizer(Optimizer):
         """Binds parameters to matrices and installs the capture; again whenever the parameters change."""
         if self._gathering is not None:
             self._gathering.remove()
+        self._ledger = self.__dict__.get("_ledger") or Ledger()
         self._warned = False
         in_model = named(self._model.named_parameters(remove_duplicate=False)) if self._model is not None else {}
         names: dict[nn.Parameter, str] = {}
         for g, group in enumerate(self.param_groups):
             labels = group.get("param_names") or _labels(g, len(group["params"]))
             names.update({p: in_model.get(p, label) for p, label in zip(group["params"], labels, strict=True)})
+        self._names = names
         self._of_param: dict[nn.Parameter, Group] = {p: group for group in self.param_groups for p in group["params"]}
         # Empty parameters have no matrix and no step.
         self._matrices, uses = collect(self._model, {p: name for p, name in names.items() if p.numel() > 0})
@@ -223,9 +232,29 @@ class CapturedOptimizer(Optimizer):
         directions = self._directions()
         if directions is not None:
             for group in self.param_groups:
-                update_parameters(self._complete(group), directions, self.state)
+                params, left_out = update_parameters(self._complete(group), directions, self.state, self._skip)
+                self._ledger.note("steps", [self._names[p] for p in params], left_out)
             self._advance()
+        self._ledger.tell()
         return loss
+
+    @torch.no_grad()
+    def _replace_gradients(self) -> None:
+        """Each .grad becomes its direction: for another optimizer's step. Zeros where there is no finite one."""
+        directions = self._directions()
+        if directions is None:
+            if self._skip is not None:
+                for param in self._names:
+                    param.grad = None if param.grad is None else torch.zeros_like(param.grad)
+        elif directions:
+            params, parts = list(directions), [d.values() if d.is_sparse else d for d in directions.values()]
+            bad = ~norms_of(parts).isfinite()
+            zero_where(bad, parts)
+            self._ledger.note("steps", [self._names[p] for p in params], bad)
+            for param, direction in directions.items():
+                param.grad = direction
+            self._advance()
+        self._ledger.tell()
 
     def _directions(self) -> dict[nn.Parameter, Tensor] | None:
         """The direction of every parameter that has a gradient; None where the step is to be skipped."""
@@ -233,13 +262,14 @@ class CapturedOptimizer(Optimizer):
             self._check(group)
         gathering = self._gathering
         assert gathering is not None
+        self._skip = None
         gathering.finish()
         self._find_replicas()
         due = {id(m) for m in self._matrices if self._due(m)}
         for team in self._teams:
             asked = [m for m in team.matrices if id(m) in due and self._captures(self._group(m))]
             self._share(team, gathering.synchronise(team, asked), gathering, due)
-        present, norms = self._with_gradients()
+        present, names, norms = self._with_gradients()
         if not present:
             if gathering.forward_seen:
                 raise RuntimeError(
@@ -247,17 +277,26 @@ class CapturedOptimizer(Optimizer):
                     "parameter of this optimizer, or backward() was not called"
                 )
             return None
+        self._ledger.steps += 1
+        self._skip = self._unfit(names, ~norms.isfinite())
+        if self._skip is not None and look(self._skip):
+            gathering.forget()  # the step is left out as if there had been none
+            return None
         # Distributed checkpoints make a step with lr = 0 and zero gradients, only to have the state initialised.
-        self._initialising = all(float(g["lr"]) == 0.0 for g in self.param_groups) and not bool(norms.any())
+        self._initialising = all(_is_zero(g["lr"]) for g in self.param_groups) and not bool(norms.any())
+        if due:
+            self._ledger.fetch()
         works = self._works(present)
         uncovered: list[ParameterMatrix] = []
         for work in works:
             self._observe(work)
             if id(work.matrix) in due:
                 self._take_up(work, gathering, uncovered)
+        if due:
+            self._ledger.fetch()
         directions: dict[nn.Parameter, Tensor] = {}
         for work, direction in zip(works, self._precondition(works), strict=True):
-            directions.update(_by_parameter(work, *direction))
+            directions.update(_by_parameter(work, *self._fit_to_share(work, *direction)))
             if self._initialising:
                 self._initialised(work.group, work.state)
         for team in self._teams:
@@ -266,15 +305,30 @@ class CapturedOptimizer(Optimizer):
         self._warn_uncovered(uncovered)
         return {param: direction for param, direction in directions.items() if param.grad is not None}
 
-    def _with_gradients(self) -> tuple[list[ParameterMatrix], Tensor]:
-        """The matrices of this step, and the norms of the gradients. A team that exchanges gradients or directions in
-        every step agrees on them first."""
+    def _unfit(self, names: list[str], bad: Tensor) -> Tensor | None:
+        """Counts the gradients that are not finite; one flag for the step, None where the host sees that all is well.
+
+        Averaged gradients are the same on all ranks, and of sharded ones the ranks have agreed: all decide alike.
+        """
+        seen = look(bad)
+        if seen is not None and not any(seen):
+            return None
+        self._ledger.note("gradients", names, bad)
+        self._ledger.note("skipped", ("",), bad.any()[None])
+        return bad.any()
+
+    def _with_gradients(self) -> tuple[list[ParameterMatrix], list[str], Tensor]:
+        """The matrices of this step, and the names and norms of the gradients. A team that exchanges gradients or
+        directions in every step agrees on them first."""
         busy = [team for team in self._teams if any(map(team.is_away, team.matrices))]
         agreed = [agree(team) for team in busy]
         apart = {id(m) for team in busy for m in team.matrices}
         present = [m for m in self._matrices if id(m) not in apart and any(p.grad is not None for p in m.params)]
-        norms = torch.cat([check_finite(present).double(), *(norms for _, norms in agreed)])
-        return present + [m for matrices, _ in agreed for m in matrices], norms
+        names, norms = gradient_norms(present)
+        for matrices, more_names, more_norms in agreed:
+            present, names = present + matrices, names + more_names
+            norms = torch.cat([norms.to(more_norms), more_norms])
+        return present, names, norms
 
     def _works(self, present: Sequence[ParameterMatrix]) -> list[Work]:
         """The parts of this step that are done on this rank. A matrix's curvature is in its first parameter's state."""
@@ -291,11 +345,22 @@ class CapturedOptimizer(Optimizer):
             if its_team is not None and not its_team.keeps(matrix):
                 continue
             gradient, rows = gradient_matrix(matrix, self._complete(group), given.get(id(matrix)))
+            if self._skip is not None:  # the device knows whether: moving averages take in zeros, parameters nothing
+                gradient = gradient.masked_fill(self._skip.to(gradient.device), 0)
             works.append(Work(matrix, group, state, gradient, rows))
         return works
 
     def _share(self, team: Team, fresh: list[ParameterMatrix], gathering: Gathering, due: set[int]) -> None:
         """Refreshes the matrices whose curvature every rank of a team keeps; they are due no more."""
+
+    def _fit_to_share(self, work: Work, direction: Tensor, rows: Tensor | None) -> Direction:
+        """A direction that is handed out in parts: the owner decides for all ranks whether it is finite."""
+        team = self._team(work.matrix)
+        if team is not None and team.is_away(work.matrix):
+            bad = ~norms_of([direction]).isfinite()
+            self._ledger.note("steps", (work.matrix.name,), bad)
+            direction = direction.masked_fill(bad, 0)
+        return direction, rows
 
     def _take_up(self, work: Work, gathering: Gathering, uncovered: list[ParameterMatrix]) -> None:
         """The refresh of one matrix, from what was gathered for it."""
@@ -304,8 +369,20 @@ class CapturedOptimizer(Optimizer):
         if self._captures(work.group) and (matrix.source == "batch" or gathered is None):
             uncovered.append(matrix)
             gathered = None
-        if not self._refresh(work, gathered):
-            warn(f"The curvature of {matrix.name!r} is not finite; the last good one stays in use")
+        trouble = Trouble(climb=self._ledger.needs_help(matrix.name))
+        held = dict(work.state)
+        self._refresh(work, gathered, trouble)
+        if not trouble.later:
+            self._conclude(work, held, trouble)
+
+    def _conclude(self, work: Work, held: State, trouble: Trouble) -> None:
+        """After a refresh has brought new state: the last good one again where it failed, and the ledger."""
+        if trouble.unsolved is not None:
+            keep_last_good(work.state, held, trouble.unsolved)
+        for kind, flag in (("dropped", trouble.dropped), ("retried", trouble.retried), ("plain", trouble.plain)):
+            if flag is not None:  # in a step that is skipped anyway, the gradients are the fault
+                fault = flag if self._skip is None else flag & ~self._skip.to(flag.device)
+                self._ledger.note(kind, (work.matrix.name,), fault[None])
 
     @property
     def _many_ranks(self) -> bool:
@@ -323,6 +400,12 @@ class CapturedOptimizer(Optimizer):
         if self._gathering is not None:
             self._gathering.forget()
         self._arm()
+        if self._ledger.steps % FETCH_EVERY == 0:
+            self._ledger.fetch()
+
+    def health(self) -> Health:
+        """What went wrong and was put right since the optimizer was made: steps skipped, refreshes dropped, layers."""
+        return self._ledger.health()
 
     def _due(self, matrix: ParameterMatrix) -> bool:
         group = self._group(matrix)
@@ -421,6 +504,11 @@ class CapturedOptimizer(Optimizer):
         if "_matrices" not in self.__dict__:  # a copy, and not Optimizer.load_state_dict
             self._gathering = None
             self._watch()
+
+
+def _is_zero(lr: float | Tensor) -> bool:
+    """Of a learning rate; one on an accelerator is not looked at."""
+    return float(lr) == 0.0 if not isinstance(lr, Tensor) or lr.is_cpu else False
 
 
 def _by_parameter(work: Work, direction: Tensor, rows: Tensor | None) -> dict[nn.Parameter, Tensor]:

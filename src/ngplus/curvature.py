@@ -32,6 +32,7 @@ from torch import Tensor
 from ngplus import fisher, solve
 from ngplus.blocks import BothSides, Cut
 from ngplus.factors import Factors
+from ngplus.faults import Trouble, all_finite
 from ngplus.matrices import ParameterMatrix
 from ngplus.sketch import Sketch, SketchSpec
 
@@ -144,6 +145,18 @@ class Fresh:
         assert self.roots is not None
         return [root @ root.mT for root in self.roots]
 
+    def finite(self) -> Tensor:
+        """One flag: L is finite, which U alone does not say."""
+        return all_finite(self.matrices or [root.square() for root in self.roots or []])
+
+    def zero_where(self, bad: Tensor) -> Fresh:
+        """The same form; zeros where the flag is set."""
+
+        def chosen(stacks: list[Tensor] | None) -> list[Tensor] | None:
+            return None if stacks is None else [stack.masked_fill(bad, 0) for stack in stacks]
+
+        return Fresh(chosen(self.matrices), chosen(self.roots))
+
 
 def per_sample(gathered: Gathered, group: Group, cut: Cut, grad_scale: Tensor | float = 1.0) -> Fresh:
     """L = 1/|S_k| sum over S_k of G_i G_i^T, from the sums over captured gradients c_i.
@@ -221,25 +234,20 @@ def damping_of(group: Group, diagonals: Sequence[Tensor]) -> Tensor:
     return (damping * mean).clamp_min(DAMPING_FLOOR)
 
 
-def is_finite(fresh: Fresh) -> bool:
-    tensors = fresh.matrices if fresh.matrices is not None else fresh.roots
-    return all(bool(t.isfinite().all()) for t in tensors or [])
-
-
-def solved(fresh: Fresh, group: Group, seed: int) -> Solved:
+def solved(fresh: Fresh, group: Group, seed: int, trouble: Trouble | None = None) -> Solved:
     """What the next steps apply: an inverse, Woodbury's pair, or the eigenbasis. Pure, and the costly part."""
     if group["scaling"] == "adaptive":
-        pairs = [solve.eigenbasis(m) for m in fresh.dense()]
+        pairs = [solve.eigenbasis(m, trouble) for m in fresh.dense()]
         return {"basis": [q for _, q in pairs], "spectrum": [w for w, _ in pairs]}
     if fresh.roots is None:
         matrices = fresh.dense()
         damping = damping_of(group, [m.diagonal(dim1=-2, dim2=-1) for m in matrices])
-        return {"damping": damping, "inverse": [solve.dense_inverse(m, damping) for m in matrices]}
+        return {"damping": damping, "inverse": [solve.dense_inverse(m, damping, trouble) for m in matrices]}
     damping = damping_of(group, [root.square().sum(-1) for root in fresh.roots])
     if group["solver"] == "sketched":
-        cores = [solve.sketched_core(root, damping, _sketch(group, root, seed)) for root in fresh.roots]
+        cores = [solve.sketched_core(root, damping, _sketch(group, root, seed), trouble) for root in fresh.roots]
         return {"damping": damping, "factor": fresh.roots, "core": cores, "sketch_seed": seed}
-    cores = [solve.woodbury_core(root, damping) for root in fresh.roots]
+    cores = [solve.woodbury_core(root, damping, trouble) for root in fresh.roots]
     return {"damping": damping, "factor": fresh.roots, "core": cores}
 
 

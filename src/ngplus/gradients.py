@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ngplus.blocks import BothSides
 from ngplus.dtensor import local
+from ngplus.faults import norms_of
 from ngplus.matrices import ParameterMatrix
 from ngplus.sync import Team
 
@@ -48,29 +49,19 @@ def gradient_matrix(
     return (-gradient if group["maximize"] else gradient), rows
 
 
-def check_finite(work: Iterable[ParameterMatrix]) -> Tensor:
-    """The norms of the gradients, or an error with the names of those that are not finite."""
+def gradient_norms(work: Iterable[ParameterMatrix]) -> tuple[list[str], Tensor]:
+    """The names of the parameters that have gradients, and the norms of these. One that is finite says that every
+    entry is, and its square as well."""
     grads = [(name, p.grad) for m in work for name, p in zip(m.names, m.params, strict=True) if p.grad is not None]
     if not grads:
-        return torch.zeros(0)
-    tensors = [grad.coalesce().values() if grad.is_sparse else grad for _, grad in grads]
-    norms = torch.stack([n.float().cpu() for n in torch._foreach_norm(tensors)])
-    _refuse([name for (name, _), good in zip(grads, norms.isfinite().tolist(), strict=True) if not good])
-    return norms
+        return [], torch.zeros(0)
+    return [name for name, _ in grads], norms_of([local(grad) for _, grad in grads])
 
 
-def _refuse(bad: Sequence[str]) -> None:
-    if bad:
-        raise RuntimeError(
-            f"Gradients that are not finite, or too large for their norm: {', '.join(bad[:5])}"
-            f"{' and more' if len(bad) > 5 else ''}. No parameter was changed"
-        )
+def agree(team: Team) -> tuple[list[ParameterMatrix], list[str], Tensor]:
+    """The matrices of a team for which any rank has a gradient, and the names and norms, the same on all ranks.
 
-
-def agree(team: Team) -> tuple[list[ParameterMatrix], Tensor]:
-    """The matrices of a team for which any rank has a gradient, and the norms, the same on all ranks.
-
-    What one rank refuses all refuse, so that none waits for it.
+    What one rank has to skip all skip, so that none waits for it.
     """
     rows = [(name, p) for m in team.matrices for name, p in zip(m.names, m.params, strict=True)]
     table = torch.zeros(len(rows), 2, dtype=torch.float64)
@@ -81,12 +72,11 @@ def agree(team: Team) -> tuple[list[ParameterMatrix], Tensor]:
     shared = table.to(rows[0][1].device)
     team.agree(shared)
     norms, counts = shared.cpu().unbind(1)
-    _refuse([name for (name, _), good in zip(rows, norms.isfinite().tolist(), strict=True) if not good])
     seen = {p for (_, p), count in zip(rows, counts.tolist(), strict=True) if count}
-    return [m for m in team.matrices if any(p in seen for p in m.params)], norms
+    return [m for m in team.matrices if any(p in seen for p in m.params)], [name for name, _ in rows], norms
 
 
-def captured_scale() -> float:
+def captured_scale() -> Tensor | float:
     """The factor that gradients captured during backward carry in mixed precision.
 
     A GradScaler takes it off .grad before the step, and skips the step where it finds an overflow, as with any torch
@@ -96,4 +86,5 @@ def captured_scale() -> float:
     # No look at the variables of other frames: Python would keep them alive with the frame.
     while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
         frame = frame.f_back
-    return 1.0 if frame is None else float(frame.f_locals["self"].get_scale())
+    scale = None if frame is None else frame.f_locals["self"]._get_scale_async()  # get_scale() waits for the device
+    return 1.0 if scale is None else scale

@@ -9,12 +9,12 @@ import sys
 import warnings
 
 
-def warn(message: str) -> None:
-    """A UserWarning at the first caller outside of the core and of torch, whose hooks and wrappers lie in between."""
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """A warning at the first caller outside of the core and of torch, whose hooks and wrappers lie in between."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and _inside(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)
 
 
 def _inside(module: str) -> bool:

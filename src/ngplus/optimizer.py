@@ -20,6 +20,7 @@ from ngplus.background import Background
 from ngplus.capture import BatchDims
 from ngplus.captured import CapturedOptimizer, Direction, Work
 from ngplus.curvature import Fresh, Gathered, Group, Solved, State
+from ngplus.faults import Trouble
 from ngplus.gathering import Gathering, seed_of
 from ngplus.gradients import captured_scale
 from ngplus.matrices import ParameterMatrix, Use
@@ -183,6 +184,7 @@ class NGPlus(CapturedOptimizer):
         self._held: dict[int, Fresh] = {}  # L of this step's refresh, for curvature() until the next step
         self._drifts: dict[int, Tensor] = {}  # how far the curvature had moved at this step's refresh
         self._background = Background()
+        self._troubles: dict[int, Trouble] = {}  # what the background's refreshes meet
 
     def _directions(self) -> dict[nn.Parameter, Tensor] | None:
         self._held.clear()
@@ -194,41 +196,47 @@ class NGPlus(CapturedOptimizer):
             fresh = curvatures.mini_batch(work.matrix, work.gradient, work.group, seed_of(work.group))
             curvatures.online(work.state, fresh, work.group)
 
-    def _refresh(self, work: Work, gathered: Gathered | None) -> bool:
+    def _refresh(self, work: Work, gathered: Gathered | None, trouble: Trouble) -> None:
         """L or R and its inverse, or its eigenbasis."""
         matrix, group, state = work.matrix, work.group, work.state
-        fresh, finite = self._fresh(work, gathered)
+        fresh = self._fresh(work, gathered, trouble)
         if fresh is None:
-            return False
+            return
         fits = self._fits(matrix, group, state)
         if group["drift"] is not None and fits:
             self._drifts[id(matrix)] = curvatures.drift(state, fresh, group)
         if group["background"] is not False and fits:
-            job = partial(curvatures.solved, fresh, dict(group), seed_of(group))
+            trouble.later = True
+            job = partial(curvatures.solved, fresh, dict(group), seed_of(group), trouble)
             self._background.start(id(matrix), group["step"], matrix.params[0].device, job)
+            self._troubles[id(matrix)] = trouble
         else:
-            self._install(state, curvatures.solved(fresh, group, seed_of(group)), group)
-        return finite
+            self._install(state, curvatures.solved(fresh, group, seed_of(group), trouble), group)
 
-    def _fresh(self, work: Work, gathered: Gathered | None) -> tuple[Fresh | None, bool]:
-        """The curvature to be inverted, None where the last one stays in use, and whether what came was finite."""
+    def _fresh(self, work: Work, gathered: Gathered | None, trouble: Trouble) -> Fresh | None:
+        """The curvature to be inverted; None where it is not finite and the last one stays in use."""
         matrix, group, state = work.matrix, work.group, work.state
         if group["curvature"] == "batch":
             stacks = curvatures.read(state, "curvature")
             assert stacks is not None
-            return Fresh(stacks), True
+            return Fresh(stacks)
         if gathered is None:
             fresh = curvatures.mini_batch(matrix, work.gradient, group, seed_of(group))
         else:
             fresh = curvatures.per_sample(gathered, group, matrix.cut_of(group), captured_scale())
-        if not curvatures.is_finite(fresh):
-            if self._fits(matrix, group, state):
-                return None, False
-            return Fresh([torch.zeros_like(m) for m in fresh.dense()]), False
+        bad = ~fresh.finite()
+        dropped = trouble.looks(bad)
+        if dropped is not False:
+            trouble.add("dropped", bad)
+            if dropped and self._fits(matrix, group, state):
+                return None
+            fresh = fresh.zero_where(bad)
+            if dropped:
+                return fresh
         if group["curvature"] == "momentum":
-            return curvatures.average(state, fresh, group), True
+            return curvatures.average(state, fresh, group)
         self._held[id(matrix)] = fresh
-        return fresh, True
+        return fresh
 
     def _share(self, team: Team, fresh: list[ParameterMatrix], gathering: Gathering, due: set[int]) -> None:
         """Of a matrix that every rank keeps, the owner finds the inverse or the eigenbasis, and all get it."""
@@ -245,9 +253,11 @@ class NGPlus(CapturedOptimizer):
             # Where all ranks keep the moving average, all have the sums; else the owner has.
             gathered = gathering.take(matrix)
             known = gathered is not None and gathered.total is not None
-            latest = self._fresh(work, gathered)[0] if known else None
-            owned = team.owns(matrix)
-            solved.append(sharing.solved(latest, work.state, work.group, seed_of(work.group)) if owned else None)
+            trouble = Trouble(climb=True)  # what is sent is waited for anyway
+            latest = self._fresh(work, gathered, trouble) if known else None
+            seed, owned = seed_of(work.group), team.owns(matrix)
+            solved.append(sharing.solved(latest, work.state, work.group, seed, trouble) if owned else None)
+            self._conclude(work, work.state, trouble)
         for matrix, new in zip(shared, sharing.send(team, shared, self._of_param, solved), strict=True):
             state = self.state[matrix.params[0]]
             if not sharing.unchanged(state, new):
@@ -262,7 +272,9 @@ class NGPlus(CapturedOptimizer):
             delay = 1  # ranks are not ready at the same moment, but all must take it up in the same step
         new = self._background.take(id(work.matrix), work.group["step"], delay)
         if new is not None:
+            held = dict(work.state)
             self._install(work.state, new, work.group)
+            self._conclude(work, held, self._troubles.pop(id(work.matrix)))
 
     def _install(self, state: State, new: Solved, group: Group) -> None:
         if "basis" in new:

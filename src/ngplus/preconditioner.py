@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ngplus.health import Health
 from ngplus.optimizer import Curvature, NGPlus
 from ngplus.plan import Plan
 
@@ -46,17 +47,16 @@ class Preconditioner:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Puts the direction in the place of each gradient, as a new tensor."""
-        directions = self._optimizer._directions()
-        if directions is None:
-            return
-        for param, direction in directions.items():
-            param.grad = direction
-        self._optimizer._advance()
+        """Puts the direction in the place of each gradient, as a new tensor; zeros where it is not finite."""
+        self._optimizer._replace_gradients()
 
     def plan(self, batch_size: int | None = None, positions: int = 1) -> Plan:
         """As of ``NGPlus``."""
         return self._optimizer.plan(batch_size, positions)
+
+    def health(self) -> Health:
+        """See :meth:`ngplus.NGPlus.health`."""
+        return self._optimizer.health()
 
     def curvature(self, which: str | nn.Parameter) -> Curvature:
         """As of ``NGPlus``."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ngplus import curvature as curvatures
 from ngplus.blocks import Cut
 from ngplus.curvature import Fresh, Group, Solved, State
+from ngplus.faults import Trouble
 from ngplus.matrices import ParameterMatrix
 from ngplus.sync import Replicas, Team, pack, unpack
 
@@ -27,10 +28,10 @@ def numbers(cut: Cut, scaling: str) -> int:
     return cut.elements + rows if scaling == "adaptive" else cut.triangle + 1
 
 
-def solved(fresh: Fresh | None, state: State, group: Group, seed: int) -> Solved:
+def solved(fresh: Fresh | None, state: State, group: Group, seed: int, trouble: Trouble) -> Solved:
     """What the owner has to send; without new curvature, what is in use."""
     if fresh is not None:
-        return curvatures.solved(fresh, group, seed)
+        return curvatures.solved(fresh, group, seed, trouble)
     if group["scaling"] == "adaptive":
         return {key: curvatures.read(state, key) for key in ("basis", "spectrum")}
     return {"inverse": curvatures.read(state, "inverse"), "damping": state["damping"]}

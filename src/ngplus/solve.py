@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ngplus.faults import Trouble
 from ngplus.sketch import Sketch
 
 # Damping grows by this factor, this often, before a matrix that will not factorise is handed to float64.
@@ -27,31 +28,43 @@ def damped(matrix: Tensor, damping: Tensor) -> Tensor:
     return out
 
 
-def dense_inverse(matrix: Tensor, damping: Tensor) -> Tensor:
+def dense_inverse(matrix: Tensor, damping: Tensor, trouble: Trouble | None = None) -> Tensor:
     """(lambda I + L)^-1 by Cholesky, d^3 FLOPs a block.
 
     A matrix that does not factorise gets ten times the damping, up to four times; then float64; what is left becomes
     the identity over the last damping tried: the plain gradient step. L must be finite: the caller drops a refresh that
-    is not.
+    is not. The host decides how far to climb. Where it cannot see that without waiting for a device, it does not look
+    at once: a failure becomes the plain step, and is noted in ``trouble``.
     """
+    trouble = trouble or Trouble(climb=True)
     if matrix.shape[-1] == 1:
         return (matrix + damping).clamp_min(torch.finfo(matrix.dtype).tiny).reciprocal()
     inverse, failed = _cholesky_inverse(damped(matrix, damping))
-    if not bool(failed.any()):
+    seen = trouble.looks(failed.any())
+    if seen is False:
         return inverse
+    trouble.add("retried", failed.any())
     level = torch.maximum(damping.expand(len(matrix), 1), _floor(matrix))
-    for _ in range(RETRIES):
-        level = level * GROWTH
-        retry, still = _cholesky_inverse(damped(matrix, level))
-        inverse = torch.where((failed & ~still)[:, None, None], retry, inverse)
-        failed = failed & still
-        if not bool(failed.any()):
-            return inverse
-    wide, still = _cholesky_inverse(damped(matrix.double(), level.double()))
-    inverse = torch.where((failed & ~still)[:, None, None], wide.to(inverse), inverse)
-    failed = failed & still
+    if seen:
+        inverse, failed, level = _climb(matrix, level, inverse, failed, trouble)
     plain = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device) / level[:, :, None]
     return torch.where(failed[:, None, None], plain, inverse)
+
+
+def _climb(
+    matrix: Tensor, level: Tensor, inverse: Tensor, failed: Tensor, trouble: Trouble
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The ladder for the blocks that failed: more damping, then float64. With the last damping, and what failed all."""
+    for rung in range(RETRIES + 1):
+        wide = rung == RETRIES
+        level = level if wide else level * GROWTH
+        retry, still = _cholesky_inverse(damped(matrix.double() if wide else matrix, level))
+        inverse = torch.where((failed & ~still)[:, None, None], retry.to(inverse), inverse)
+        failed = failed & still
+        if not trouble.looks(failed.any()):
+            return inverse, failed, level
+    trouble.add("plain", failed.any())
+    return inverse, failed, level
 
 
 def _floor(matrix: Tensor) -> Tensor:
@@ -68,12 +81,13 @@ def _cholesky_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
     # A failed factor may hold zeros on its diagonal: invert the identity in its place.
     safe = torch.where(failed[:, None, None], torch.eye(matrix.shape[-1]).to(matrix), factor)
     inverse = torch.cholesky_inverse(safe)
-    return inverse, failed | ~inverse.isfinite().flatten(1).all(1)
+    # Every entry of X^T X that is not finite leaves its trace on the diagonal.
+    return inverse, failed | ~inverse.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
 
 
-def woodbury_core(factor: Tensor, damping: Tensor) -> Tensor:
+def woodbury_core(factor: Tensor, damping: Tensor, trouble: Trouble | None = None) -> Tensor:
     """(lambda I + U^T U)^-1, r x r: what Woodbury's identity needs beside U."""
-    return dense_inverse(factor.mT @ factor, damping)
+    return dense_inverse(factor.mT @ factor, damping, trouble)
 
 
 def woodbury_apply(factor: Tensor, core: Tensor, damping: Tensor, gradient: Tensor) -> Tensor:
@@ -81,14 +95,14 @@ def woodbury_apply(factor: Tensor, core: Tensor, damping: Tensor, gradient: Tens
     return (gradient - factor @ (core @ (factor.mT @ gradient))) / damping
 
 
-def sketched_core(factor: Tensor, damping: Tensor, sketch: Sketch) -> Tensor:
+def sketched_core(factor: Tensor, damping: Tensor, sketch: Sketch, trouble: Trouble | None = None) -> Tensor:
     """The solution operator of the sketched least-squares problem, r x q.
 
     Z = argmin ||Omega U Z - Omega G||^2 + lambda ||Z||^2 = C (Omega G) with
     C = (lambda I + (Omega U)^T (Omega U))^-1 (Omega U)^T.
     """
     short = sketch(factor.mT)  # (Omega U)^T
-    return dense_inverse(short @ short.mT, damping) @ short
+    return dense_inverse(short @ short.mT, damping, trouble) @ short
 
 
 def sketched_apply(factor: Tensor, core: Tensor, damping: Tensor, gradient: Tensor, sketch: Sketch) -> Tensor:
@@ -96,12 +110,13 @@ def sketched_apply(factor: Tensor, core: Tensor, damping: Tensor, gradient: Tens
     return (gradient - factor @ (core @ sketch(gradient.mT).mT)) / damping
 
 
-def eigenbasis(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def eigenbasis(matrix: Tensor, trouble: Trouble | None = None) -> tuple[Tensor, Tensor]:
     """w and Q of L = Q diag(w) Q^T, in the order of rising eigenvalues, up to a slight tilt.
 
     Where eigenvalues are equal, as in the null space of few samples, their eigenvectors are any basis of a space,
     chosen by the rounding of L. A diagonal of sqrt(eps) of the mean eigenvalue is added, rising along the rows, so that
-    the same L gives the same basis on every machine and for every order of its samples.
+    the same L gives the same basis on every machine and for every order of its samples. Where float32 does not
+    converge, float64 is tried; then the basis is the plain one.
     """
     d = matrix.shape[-1]
     if d == 1:
@@ -109,11 +124,15 @@ def eigenbasis(matrix: Tensor) -> tuple[Tensor, Tensor]:
     mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
     tilted = matrix / mean[:, None, None]
     tilted.diagonal(dim1=-2, dim2=-1).add_(_tilt(d, matrix))
-    try:
-        values, vectors = torch.linalg.eigh(tilted)
-    except RuntimeError:  # LinAlgError: float32 does not always converge where many rows are zero
-        values, vectors = (x.to(matrix.dtype) for x in torch.linalg.eigh(tilted.double()))
-    return values * mean[:, None], vectors
+    for dtype in (matrix.dtype, torch.float64):
+        try:
+            values, vectors = torch.linalg.eigh(tilted.to(dtype))
+        except RuntimeError:  # LinAlgError: float32 does not always converge where many rows are zero
+            if trouble is not None:
+                trouble.add("retried" if dtype == matrix.dtype else "plain", torch.ones((), dtype=torch.bool))
+            continue
+        return values.to(matrix.dtype) * mean[:, None], vectors.to(matrix.dtype)
+    return matrix.diagonal(dim1=-2, dim2=-1).clone(), torch.eye(d).to(matrix).expand_as(matrix).clone()
 
 
 def from_eigenbasis(values: Tensor, vectors: Tensor) -> Tensor:

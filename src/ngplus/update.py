@@ -5,54 +5,100 @@ On the way from gradient to step: the end. Directions become steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ngplus.dtensor import like, local
+from ngplus.faults import LONGEST_STEP, look, norms_of, zero_where
 
 Group = dict[str, Any]
 State = dict[str, Any]
 
 
 def update_parameters(
-    group: Mapping[str, Any], directions: Mapping[nn.Parameter, Tensor], states: MutableMapping[Tensor, State]
-) -> None:
+    group: Mapping[str, Any],
+    directions: Mapping[nn.Parameter, Tensor],
+    states: MutableMapping[Tensor, State],
+    skip: Tensor | None = None,
+) -> tuple[list[nn.Parameter], Tensor]:
     """Momentum and weight decay of torch.optim.SGD on the directions, then W <- W - lr * direction.
 
     Rows of a sparse gradient come and go: they get no momentum, and weight decay refuses them, as SGD does.
+
+    A step that would leave its parameter not finite is left out, and its momentum begins anew: the parameters are
+    returned with a flag for each, [n]. Where ``skip`` is set, no parameter changes.
     """
     lr, decay = group["lr"], group["weight_decay"]
     if isinstance(lr, Tensor):
         lr = lr.reshape(())
     elif torch.compiler.is_compiling():  # a number becomes a constant of the graph, and a schedule recompiles it
         lr = torch.zeros(()) + lr
-    whole: list[nn.Parameter] = []
-    steps: list[Tensor] = []
-    for param in group["params"]:
-        direction = directions.get(param)
-        if direction is None:
-            continue
-        if direction.is_sparse:
-            param.add_(direction, alpha=-float(lr))
-        else:
-            whole.append(param)
-            steps.append(direction)
-    if not whole:
-        return
-    params = [local(param) for param in whole]  # of sharded parameters, the part that is here
-    if decay != 0 and group["decoupled_weight_decay"]:
-        torch._foreach_mul_(params, 1 - lr * decay)
-    elif decay != 0:
-        steps = list(torch._foreach_add(steps, params, alpha=decay))
-    if group["momentum"] != 0 and group["scaling"] == "inverse":
-        steps = _with_momentum(group, whole, steps, states)
-    if isinstance(lr, Tensor):
-        torch._foreach_add_(params, torch._foreach_mul(steps, -lr.to(params[0].device)))
-    else:
-        torch._foreach_add_(params, steps, alpha=-lr)
+    params = [param for param in group["params"] if param in directions]
+    if not params:
+        return params, torch.zeros(0, dtype=torch.bool)
+    steps = [directions[param] for param in params]
+    dense = [i for i, step in enumerate(steps) if not step.is_sparse]
+
+    def replace(new: Sequence[Tensor]) -> None:
+        for i, step in zip(dense, new, strict=True):
+            steps[i] = step
+
+    wholes = [params[i] for i in dense]
+    weights = [local(param) for param in wholes]  # of sharded parameters, the part that is here
+    if dense and decay != 0 and not group["decoupled_weight_decay"]:
+        replace(torch._foreach_add([steps[i] for i in dense], weights, alpha=decay))
+    if dense and group["momentum"] != 0 and group["scaling"] == "inverse":
+        replace(_with_momentum(group, wholes, [steps[i] for i in dense], states))
+    if dense and decay != 0 and group["decoupled_weight_decay"]:
+        replace(torch._foreach_add([steps[i] for i in dense], weights, alpha=decay))
+    parts = [local(param) for param in params]
+    bad = _too_long(parts, steps, lr)
+    _subtract(parts, steps, lr, bad if skip is None else bad | skip)
+    seen = look(bad)
+    if seen is None or any(seen):
+        buffers = [states[param].get("momentum_buffer") for param in params]
+        zero_where(bad, [torch.empty(0) if buffer is None else local(buffer) for buffer in buffers])
+    return params, bad
+
+
+def _too_long(params: Sequence[Tensor], steps: list[Tensor], lr: float | Tensor) -> Tensor:
+    """Flags, [n], of the steps that are not finite, or so long that they could leave a parameter not finite."""
+    norms = norms_of(steps)
+    bad = ~(norms * lr < LONGEST_STEP)  # what is not a number is below nothing
+    for i, (param, step) in enumerate(zip(params, steps, strict=True)):
+        if param.dtype == torch.float16:  # whose range ends at 65504
+            bad[i] |= ~((param.float() - lr * step.float()).to(param.dtype).isfinite().all())
+    return bad
+
+
+def _subtract(params: Sequence[Tensor], steps: list[Tensor], lr: float | Tensor, bad: Tensor) -> None:
+    """W <- W - lr * step, but for those that are bad."""
+    seen = look(bad)
+    if seen is None:
+        flags = [flag.to(step.device) for flag, step in zip(bad.unbind(), steps, strict=True)]
+        steps = [_masked(step, flag) for step, flag in zip(steps, flags, strict=True)]
+    elif any(seen):
+        params = [param for param, flag in zip(params, seen, strict=True) if not flag]
+        steps = [step for step, flag in zip(steps, seen, strict=True) if not flag]
+    for param, step in zip(params, steps, strict=True):
+        if step.is_sparse:
+            param.add_(step * -lr)
+    weights = [param for param, step in zip(params, steps, strict=True) if not step.is_sparse]
+    dense = [step for step in steps if not step.is_sparse]
+    if weights and isinstance(lr, Tensor):
+        torch._foreach_add_(weights, torch._foreach_mul(dense, -lr.to(weights[0].device)))
+    elif weights:
+        torch._foreach_add_(weights, dense, alpha=-lr)  # type: ignore[arg-type]
+
+
+def _masked(step: Tensor, flag: Tensor) -> Tensor:
+    if not step.is_sparse:
+        return step.masked_fill(flag, 0)
+    values = step.values().masked_fill(flag, 0)
+    return torch.sparse_coo_tensor(step.indices(), values, step.shape, is_coalesced=True, check_invariants=False)
 
 
 def _with_momentum(

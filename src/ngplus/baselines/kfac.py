@@ -16,6 +16,7 @@ from ngplus.capture import BatchDims
 from ngplus.captured import Direction, Work, state_bytes
 from ngplus.curvature import Gathered, Group, State
 from ngplus.factors import Factors, Joined, Outer
+from ngplus.faults import Trouble, all_finite, look
 from ngplus.gradients import captured_scale
 from ngplus.matrices import ParameterMatrix
 from ngplus.plan import PlanRow
@@ -183,7 +184,7 @@ class KFAC(Rival):
         if group["approx"] not in _APPROX:
             raise ValueError(f"Invalid approx: {group['approx']!r} (one of {', '.join(map(repr, _APPROX))})")
 
-    def _refresh(self, work: Work, gathered: Gathered | None) -> bool:
+    def _refresh(self, work: Work, gathered: Gathered | None, trouble: Trouble) -> None:
         matrix, group, state, gradient = work.matrix, work.group, work.state, work.gradient
         fresh: dict[str, Tensor]
         if gathered is None:
@@ -192,11 +193,13 @@ class KFAC(Rival):
         else:
             assert isinstance(gathered, _Sums)
             fresh = gathered.means(gathered.scale(group, captured_scale()))
-        finite = all(bool(x.isfinite().all()) for x in fresh.values())
-        if not finite:
-            if self._fits(matrix, group, state):
-                return False
-            fresh = {key: torch.zeros_like(x) for key, x in fresh.items()}
+        bad = ~all_finite(list(fresh.values()))
+        dropped = look(bad)
+        if dropped is not False:
+            trouble.add("dropped", bad)
+            if dropped and self._fits(matrix, group, state):
+                return
+            fresh = {key: x.masked_fill(bad, 0) for key, x in fresh.items()}
         beta = group["beta"] if group["step"] > 0 else 0.0
         for key, old in [(key, state.get(key)) for key in fresh]:
             if beta and old is not None and old.shape == fresh[key].shape:
@@ -206,10 +209,9 @@ class KFAC(Rival):
             state.pop(key + "_inverse", None)
         for key, x in fresh.items():
             damping = torch.as_tensor(group["damping"], dtype=x.dtype, device=x.device)
-            state[key + "_inverse"] = solve.dense_inverse(x, damping if key == "curvature" else damping.sqrt())
+            state[key + "_inverse"] = solve.dense_inverse(x, damping if key == "curvature" else damping.sqrt(), trouble)
         if group["beta"]:
             state.update(fresh)
-        return finite
 
     def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
         layout = matrix.layout

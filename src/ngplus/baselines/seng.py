@@ -16,6 +16,7 @@ from ngplus.capture import BatchDims
 from ngplus.captured import Direction, Work, state_bytes
 from ngplus.curvature import Gathered, Group, State, subsample
 from ngplus.factors import Bags, Factors, Joined, Lookup, Outer, Rows
+from ngplus.faults import Trouble, all_finite
 from ngplus.fisher import CHUNK_BYTES
 from ngplus.gathering import seed_of
 from ngplus.gradients import captured_scale
@@ -125,7 +126,7 @@ class SENG(Rival):
         if not group["damping"] > 0:
             raise ValueError(f"Invalid damping: {group['damping']} (SENG divides by it)")
 
-    def _refresh(self, work: Work, gathered: Gathered | None) -> bool:
+    def _refresh(self, work: Work, gathered: Gathered | None, trouble: Trouble) -> None:
         matrix, group, state, gradient, rows = work.matrix, work.group, work.state, work.gradient, work.rows
         if gathered is None:  # one column: the mini-batch gradient, so that d = g / (lambda + |g|^2)
             one = Rows(gradient[:, None]) if rows is None else Lookup(rows, gradient, matrix.layout.rows)
@@ -136,19 +137,19 @@ class SENG(Rival):
             parts = [(start, _scaled(part, scale)) for start, part in gathered.parts]
         kept = _choose(parts, group["sketch"], seed_of(group))
         gram = gram_of([(start, _sketched(part, *kept)) for start, part in parts])
-        finite = bool(gram.isfinite().all())
-        if not finite:
+        bad = ~all_finite([gram])
+        if bool(bad):
+            trouble.add("dropped", bad)
             if self._fits(matrix, group, state):
-                return False
+                return
             parts, gram = [(0, Rows(torch.zeros_like(gradient[:, None])))], torch.zeros_like(gram[:1, :1])
         damping = torch.as_tensor(group["damping"], dtype=gram.dtype, device=gram.device)
         for key in [key for key in state if key != "momentum_buffer"]:
             del state[key]
         _write(state, parts)
-        state.update(core=solve.dense_inverse(gram[None], damping)[0], damping=damping)
+        state.update(core=solve.dense_inverse(gram[None], damping, trouble)[0], damping=damping)
         state.update({key: x for key, x in zip(("kept_rows", "kept_cols"), kept, strict=True) if x is not None})
         state.update(rows=matrix.layout.rows, cols=matrix.layout.cols)
-        return finite
 
     def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
         if "core" not in state or (state["rows"], state["cols"]) != (matrix.layout.rows, matrix.layout.cols):

@@ -1,0 +1,513 @@
+"""Hostile numbers: parameters stay finite, the last good inverse stays in use, and nobody waits for a device.
+
+Every test runs twice: with the host looking at the flags in its own memory, and as on an accelerator, where it does
+not.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ngplus
+from ngplus import faults, health, solve
+from ngplus.baselines import KFAC, SENG
+from ngplus.faults import Trouble
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*Sparse invariant checks")
+
+METHODS: dict[str, dict[str, Any]] = {
+    "adaptive": {},
+    "adaptive momentum": {"curvature": "momentum", "block_size": 3},
+    "adaptive batch": {"curvature": "batch"},
+    "dense": {"scaling": "inverse", "solver": "dense"},
+    "auto": {"scaling": "inverse", "graft": "adam", "damping": "auto"},
+    "momentum": {"scaling": "inverse", "curvature": "momentum", "nesterov": True},
+    "batch": {"scaling": "inverse", "curvature": "batch", "weight_decay": 0.1, "graft": "sgd"},
+    "woodbury": {"scaling": "inverse", "solver": "woodbury"},
+    "sketched": {"scaling": "inverse", "solver": "sketched", "decoupled_weight_decay": True, "weight_decay": 0.1},
+}
+every_method = pytest.mark.parametrize("options", METHODS.values(), ids=METHODS)
+
+
+@pytest.fixture(params=["host", "device"], autouse=True)
+def looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Does the host see the flags?"""
+    if request.param == "device":
+        monkeypatch.setattr(faults, "SEEN", ())
+    return bool(request.param == "host")
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 6), nn.Tanh(),
+        nn.Linear(6, 3),
+    )  # fmt: skip
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 1, 4, 4, generator=generator), torch.randn(8, 3, generator=generator)
+
+
+def backward(model: nn.Module, seed: int = 0, spoil: Callable[[Tensor], None] | None = None) -> None:
+    x, y = batch(seed)
+    if spoil is not None:
+        spoil(x)
+    model.zero_grad()
+    (model(x) - y).square().mean().backward()
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, first: int = 0) -> None:
+    for k in range(first, first + steps):
+        backward(model, k)
+        optimizer.step()
+
+
+def parameters(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def finite(optimizer: Any, model: nn.Module) -> bool:
+    kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    return all(bool(t.isfinite().all()) for t in [*model.parameters(), *kept] if t.is_floating_point())
+
+
+# ------------------------------------------------------------------------------------------------ nobody waits
+
+
+class NoWaiting(TorchDispatchMode):
+    """An error for every operation that brings a number to the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if any(word in name for word in ("_local_scalar_dense", "is_nonzero", "aten.equal", "aten.item", "nonzero")):
+            raise AssertionError(f"the host waits for {name}")
+        return func(*args, **(kwargs or {}))
+
+
+class UnderWay:
+    """The event of a copy that has not arrived yet."""
+
+    def query(self) -> bool:
+        return Tensor.tolist.__name__ == "tolist"  # as long as tensors cannot be read
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.fixture
+def nothing_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of every way past the dispatcher, too, in a step that no one can look into."""
+    if faults.SEEN:
+        return
+    monkeypatch.setattr(health, "_on_its_way", lambda counts: (counts, UnderWay()))
+    for name in ("tolist", "item", "__bool__", "__float__", "__int__", "numpy", "cpu"):
+
+        def refuse(self: Tensor, *args: Any, name: str = name) -> None:
+            raise AssertionError(f"the host waits for Tensor.{name}")
+
+        monkeypatch.setattr(Tensor, name, refuse)
+
+
+@every_method
+def test_a_good_step_never_waits(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Plain steps and refreshes, but for the first, which checks once that the capture has missed nothing.
+
+    A sketched solver has another seed in each refresh, so that the last good state cannot be chosen by a device.
+    """
+    if options.get("solver") == "sketched" and not faults.SEEN:
+        pytest.skip("the host looks, once a refresh")
+    model = net()
+    optimizer = ngplus.NGPlus(model, lr=1e-3, update_every=2, **options)
+    train(model, optimizer, 2)
+    optimizer.health()
+    request.getfixturevalue("nothing_read")
+    for k in range(4):
+        backward(model, k)
+        with NoWaiting():
+            optimizer.step()
+    monkeypatch.undo()
+    assert optimizer.health().good
+
+
+@pytest.mark.parametrize("kind", ["embedding", "bag"])
+def test_sparse_gradients_do_not_wait_either(kind: str, request: pytest.FixtureRequest) -> None:
+    torch.manual_seed(0)
+    layer = nn.Embedding(20, 3, sparse=True) if kind == "embedding" else nn.EmbeddingBag(20, 3, sparse=True)
+    optimizer = ngplus.NGPlus(layer, lr=1e-3, update_every=2)
+    for k in range(6):
+        layer(torch.tensor([[1, 2], [2, 5 + k]])).square().sum().backward()
+        if k == 1:
+            optimizer.health()
+            request.getfixturevalue("nothing_read")
+        with NoWaiting():
+            optimizer.step()
+        layer.weight.grad = None
+
+
+# ------------------------------------------------------------------------------------------------ gradients
+
+
+def spoil_layer(model: nn.Module, value: float) -> None:
+    backward(model, 9)
+    grad = model[4].weight.grad
+    grad[0].fill_(value)
+
+
+SPOILS: dict[str, Callable[[nn.Module], None]] = {
+    "one sample": lambda model: backward(model, 9, lambda x: x[3].fill_(math.nan)),
+    "an input": lambda model: backward(model, 9, lambda x: x.view(-1)[5:6].fill_(math.inf)),
+    "one layer": lambda model: spoil_layer(model, -math.inf),
+    "too large": lambda model: spoil_layer(model, 3e38),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
+@pytest.mark.parametrize("first", [0, 2, 3], ids=["first step", "refresh", "between"])
+@every_method
+def test_a_bad_gradient_skips_the_step(
+    options: dict[str, Any], first: int, spoil: Callable[[nn.Module], None], looks: bool
+) -> None:
+    model = net()
+    optimizer = ngplus.NGPlus(model, lr=1e-3, update_every=2, **options)
+    train(model, optimizer, first)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        spoil(model)
+        before = parameters(model)
+        optimizer.step()
+        assert same(before, parameters(model))
+        found = optimizer.health()
+        train(model, optimizer, 4, first)
+    assert found.skipped == 1
+    assert found.steps == first + 1
+    assert found["4.weight"].gradients == 1
+    assert finite(optimizer, model)
+    assert not same(before, parameters(model))
+    told = [str(w.message) for w in caught if w.category is ngplus.HealthWarning and "Gradients" in str(w.message)]
+    assert len(told) == 1
+    assert "4.weight" in told[0] or "and more" in told[0]
+
+
+@every_method
+def test_a_skipped_step_leaves_no_trace(options: dict[str, Any], looks: bool) -> None:
+    """On the host: as if it had not been, bit for bit. A device lets the moving averages take in zeros."""
+    if not looks:
+        pytest.skip("of the host")
+    runs = []
+    for spoilt in (False, True):
+        model = net()
+        model.eval()  # BatchNorm's own statistics are not the optimizer's
+        model.training = True
+        optimizer = ngplus.NGPlus(model, lr=1e-3, update_every=2, **options)
+        train(model, optimizer, 3)
+        if spoilt:
+            SPOILS["one layer"](model)
+            with pytest.warns(ngplus.HealthWarning):
+                optimizer.step()
+        train(model, optimizer, 3, 3)
+        runs.append(parameters(model))
+    assert same(*runs)
+
+
+def test_warnings_can_be_errors() -> None:
+    if not faults.SEEN:
+        pytest.skip("a device tells later")
+    model = net()
+    optimizer = ngplus.NGPlus(model)
+    SPOILS["one layer"](model)
+    before = parameters(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ngplus.HealthWarning)
+        with pytest.raises(ngplus.HealthWarning, match=r"4\.weight"):
+            optimizer.step()
+    assert same(before, parameters(model))
+
+
+@pytest.mark.parametrize("kind", [KFAC, SENG])
+def test_rivals_skip_as_well(kind: Any) -> None:
+    model = net()
+    optimizer = kind(model, lr=1e-3, update_every=2)
+    train(model, optimizer, 3)
+    SPOILS["one sample"](model)
+    before = parameters(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.step()
+    assert same(before, parameters(model))
+    assert optimizer.health().skipped == 1
+    train(model, optimizer, 3)
+    assert finite(optimizer, model)
+
+
+def test_the_preconditioner_gives_zeros_for_a_bad_gradient() -> None:
+    model = net()
+    preconditioner = ngplus.Preconditioner(model, update_every=2)
+    train(model, preconditioner, 3)
+    SPOILS["one layer"](model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        preconditioner.step()
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+    assert preconditioner.health().skipped == 1
+
+
+# ------------------------------------------------------------------------------------------------ mixed precision
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_overflow_of_float16_with_a_grad_scaler(unscale: bool, looks: bool) -> None:
+    """The scaler finds its scale by overflows: steps are skipped, nothing is told, and training goes on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    optimizer = ngplus.NGPlus(model, lr=1e-2, update_every=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    x, y = torch.randn(8, 5), torch.randn(8, 3)
+    moved = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(40):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = (model(x) - y).square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            before = parameters(model)
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            moved += not same(before, parameters(model))
+            assert finite(optimizer, model)
+    found = optimizer.health()
+    assert 5 < moved < 35
+    assert found.steps == moved
+    assert found.good
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_parameters_of_16_bits_stay_finite(dtype: torch.dtype) -> None:
+    """A step of float32's range does not fit into float16."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).to(dtype)
+    optimizer = ngplus.NGPlus(model, lr=6e4, curvature="batch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            for p in model.parameters():
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+    if dtype == torch.float16:
+        assert optimizer.health()["weight"].steps > 0
+
+
+# ------------------------------------------------------------------------------------------------ curvature
+
+
+@pytest.mark.parametrize("options", [o for o in METHODS.values() if o.get("curvature") != "batch"], ids=str)
+@pytest.mark.parametrize("first", [0, 2], ids=["first refresh", "later"])
+def test_curvature_that_overflows_leaves_the_last_good_one(options: dict[str, Any], first: int) -> None:
+    """Gradients that are finite, products that are not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3))
+    optimizer = ngplus.NGPlus(model, lr=1e-3, update_every=2, **options)
+    x, signs = torch.randn(8, 5).repeat(2, 1), torch.ones(16, 1)
+    signs[8:] = -1.0  # every sample has its opposite: the gradients of the batch are zero, those of samples huge
+
+    def go(scale: float) -> None:
+        optimizer.zero_grad()
+        (model(x).square().mean() + scale * (signs * model(x)).sum()).backward()
+        optimizer.step()
+
+    for _ in range(first):
+        go(0.0)
+    names = ("basis", "inverse", "factor", "core", "curvature")
+    held = {key: v for key, v in optimizer.state[model[0].weight].items() if key in names}
+    kept = {key: v.clone() for key, v in held.items()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        go(2e18)
+        now = optimizer.state[model[0].weight]
+        if first:
+            assert kept
+            assert all(torch.equal(now[key], v) for key, v in kept.items())
+        assert finite(optimizer, model)
+        assert optimizer.health()["0.weight"].dropped == 1
+        go(0.0)
+    assert sum("The curvature of 0.weight" in str(w.message) for w in caught) == 1
+    assert finite(optimizer, model)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-20, 1e-10, 1.0, 1e10, 1e20], ids=str)
+@pytest.mark.parametrize("condition", [1.0, 1e12])
+@pytest.mark.parametrize("damping", [0.0, 1e-12, 1e-3, "auto"])
+@pytest.mark.parametrize("scaling", ["inverse", "adaptive"])
+def test_hostile_curvature(scale: float, condition: float, damping: float | str, scaling: str) -> None:
+    """L of zero, rank-deficient, badly conditioned, of huge scales: the model stays finite and goes on moving."""
+    torch.manual_seed(0)
+    model = nn.Linear(12, 6)
+    optimizer = ngplus.NGPlus(model, lr=1e-3, update_every=2, damping=damping, scaling=scaling)
+    axes = torch.logspace(0, -math.log10(condition) / 2, 12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for k in range(4):
+            x = torch.randn(4, 12, generator=torch.Generator().manual_seed(k)) * axes
+            optimizer.zero_grad()
+            # The refresh sees gradients of that scale, its root: L is of the scale itself.
+            (math.sqrt(scale) * model(x)).sum().backward()
+            optimizer.step()
+    assert finite(optimizer, model)
+
+
+def test_a_step_that_overflows_is_left_out() -> None:
+    """An inverse of 1e30 and a gradient of 1e15: no fault of either, but no step either."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = ngplus.NGPlus(model, lr=1.0, damping=1e-30, scaling="inverse", curvature="batch", beta=0.0, gamma=0.0)
+    before = parameters(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1e15)
+        optimizer.step()
+        assert same(before, parameters(model))
+        assert optimizer.health()["weight"].steps == 1
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1e-25)
+        optimizer.step()
+        optimizer.step()
+    assert not same(before, parameters(model))
+    assert finite(optimizer, model)
+    assert sum("The step of weight" in str(w.message) for w in caught) == 1
+
+
+@pytest.mark.parametrize("options", [{"weight_decay": 1e6}, {"momentum": 3.0, "scaling": "inverse"},
+                                     {"weight_decay": 1e6, "decoupled_weight_decay": True}], ids=str)  # fmt: skip
+def test_options_that_blow_up_stop_short_of_infinity(options: dict[str, Any]) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = ngplus.NGPlus(model, lr=1.0, curvature="batch", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(100):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert optimizer.health()["weight"].steps > 0
+
+
+# ------------------------------------------------------------------------------------------------ the ladder
+
+
+HOPELESS = torch.tensor([[[1.0, 1e12], [1e12, 1.0]]])
+INDEFINITE = torch.tensor([[[1.0, 0.0], [0.0, -1e-3]]])
+
+
+@pytest.mark.parametrize(("matrix", "plain"), [(INDEFINITE, False), (HOPELESS, True)])
+def test_trouble_tells_how_far_the_ladder_was_climbed(matrix: Tensor, plain: bool) -> None:
+    trouble = Trouble(climb=True)
+    inverse = solve.dense_inverse(matrix, torch.tensor(1e-4), trouble)
+    assert inverse.isfinite().all()
+    assert trouble.retried is not None
+    assert bool(trouble.retried)
+    assert (trouble.plain is not None and bool(trouble.plain)) == plain
+
+
+def test_without_a_look_a_failure_is_the_plain_step_and_is_noted(looks: bool) -> None:
+    trouble = Trouble()
+    matrix = torch.cat([INDEFINITE, torch.eye(2)[None]])
+    inverse = solve.dense_inverse(matrix, torch.tensor(1e-4), trouble)
+    assert trouble.retried is not None
+    assert bool(trouble.retried)
+    torch.testing.assert_close(inverse[1], torch.eye(2) / (1 + 1e-4))
+    if not looks:
+        assert torch.equal(inverse[0], inverse[0, 0, 0] * torch.eye(2))
+        assert trouble.unsolved is not None
+
+
+def test_a_failure_on_a_device_keeps_the_last_good_inverse_and_is_helped_at_the_next(
+    monkeypatch: pytest.MonkeyPatch, looks: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    optimizer = ngplus.NGPlus(model, lr=1e-3, update_every=1, scaling="inverse", solver="dense")
+
+    def go() -> Tensor:
+        optimizer.zero_grad()
+        model(torch.randn(8, 5)).square().mean().backward()
+        optimizer.step()
+        return optimizer.state[model.weight]["inverse"].clone()
+
+    good = go()
+    calls: list[int] = []
+    real = solve._cholesky_inverse
+
+    def attempt(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        inverse, failed = real(matrix)
+        return inverse, torch.ones_like(failed) if len(calls) in (1, 2) else failed
+
+    monkeypatch.setattr(solve, "_cholesky_inverse", attempt)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        second, third = go(), go()
+    if looks:  # climbs at once: two failures, the third attempt has 100 times the damping
+        assert len(calls) == 4
+        assert not torch.equal(good, second)
+    else:  # the first failure leaves the inverse; the next refresh fails as well, and climbs
+        assert torch.equal(good, second)
+        assert len(calls) == 3
+        assert not torch.equal(second, third)
+    assert optimizer.health()["weight"].retried == (1 if looks else 2)
+    assert any("did not factorise at once" in str(w.message) for w in caught)
+
+
+def test_an_eigendecomposition_that_fails_in_every_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    def eigh(x: Tensor) -> Any:
+        raise torch.linalg.LinAlgError("the algorithm failed to converge")
+
+    model = net()
+    optimizer = ngplus.NGPlus(model, lr=1e-3, update_every=2)
+    monkeypatch.setattr(torch.linalg, "eigh", eigh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(model, optimizer, 3)
+    assert finite(optimizer, model)
+    assert optimizer.health()["4.weight"].plain == 2  # Adam, in the plain basis
+    assert torch.equal(optimizer.state[model[4].weight]["basis"][0], torch.eye(6))
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+
+def test_health_is_a_table_to_read_and_to_use() -> None:
+    model = net()
+    optimizer = ngplus.NGPlus(model, update_every=2)
+    train(model, optimizer, 1)
+    assert optimizer.health().good
+    assert "no layer had a fault" in str(optimizer.health())
+    SPOILS["one layer"](model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.step()
+    found = optimizer.health()
+    assert not found.good
+    assert found.as_dict()["layers"][0]["name"] == "4.weight"
+    assert found["0.weight"] == ngplus.LayerHealth("0.weight")
+    lines = str(found).splitlines()
+    assert lines[0].startswith("2 steps, 1 skipped")
+    assert lines[-1].split() == ["4.weight", "1", "0", "0", "0", "0"]
