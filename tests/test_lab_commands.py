@@ -225,6 +225,7 @@ def test_plan_of_a_workload_and_of_any_model() -> None:
         (["train", "digits", "--preset", "smal"], "did you mean 'small'"),
         (["train", "digits", "-o", "adam", "--set", "beta=1"], "did you mean 'betas'"),
         (["train", "digits", "--set", "lr"], "KEY=VALUE"),
+        (["train", "digits", "--set", "width.x=1"], "'width' of digits is no group"),
         (["train", "digits", "--schedule", "cosin"], "did you mean 'cosine'"),
         (["train", "digits", "--lr", "-1"], "learning rate"),
         (["train", "digits", "--set", "damping=[1]"], "damping"),

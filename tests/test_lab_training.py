@@ -273,6 +273,16 @@ def test_ctrl_c_ends_after_the_step_with_what_was_measured(tmp_path: Path) -> No
     assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
 
 
+class WithOption(Tiny):
+    def model(self) -> nn.Module:
+        return nn.Linear(6, 1, widht=3)  # type: ignore[call-arg]
+
+
+def test_an_option_that_the_model_does_not_have_is_named() -> None:
+    with pytest.raises(RunError, match="tiny: .*widht"):
+        training.run(config(), WithOption())
+
+
 class Scored(Tiny):
     def final(self, model: nn.Module) -> dict[str, float]:
         return {"length": float(sum(p.detach().square().sum() for p in model.parameters()).sqrt())}

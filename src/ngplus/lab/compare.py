@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
 @options.with_changes
 def compare(
     workload: options.WorkloadNames,
-    optimizers: Annotated[str, typer.Option("--optimizers", "-o", help="Names with commas between, or all.")] = DEFAULT,
+    optimizers: options.OptimizerNames = DEFAULT,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds: 0, 1, 2, …")] = 3,
     preset: options.PresetName = "small",
     sets: options.WorkloadSets = None,

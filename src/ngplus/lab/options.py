@@ -10,8 +10,19 @@ from typing import Annotated, Any
 
 import typer
 
-WorkloadName = Annotated[str, typer.Argument(metavar="WORKLOAD", help="digits, autoencoder, cifar10, qm9, …")]
-WorkloadNames = Annotated[str, typer.Argument(metavar="WORKLOAD", help="digits, qm9, …; several with commas between.")]
+from ngplus.lab import optimizers, workloads
+
+_WORKLOADS, _OPTIMIZERS = ", ".join(workloads.names()), ", ".join(optimizers.names())
+
+WorkloadName = Annotated[str, typer.Argument(metavar="WORKLOAD", help=f"One of {_WORKLOADS}.")]
+WorkloadNames = Annotated[
+    str, typer.Argument(metavar="WORKLOAD", help=f"One of {_WORKLOADS}; or several with commas between.")
+]
+OptimizerName = Annotated[str, typer.Option("--optimizer", "-o", help=f"One of {_OPTIMIZERS}.")]
+OptimizerNames = Annotated[
+    str,
+    typer.Option("--optimizers", "--optimizer", "-o", help=f"all, or some of {_OPTIMIZERS}, with commas between."),
+]
 PresetName = Annotated[str, typer.Option("--preset", help="The size: small, up to a minute on one core, or paper.")]
 Data = Annotated[
     Path | None,

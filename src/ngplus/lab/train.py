@@ -34,9 +34,7 @@ def register(app: typer.Typer) -> None:
 @options.with_changes
 def train(
     workload: options.WorkloadName,
-    optimizer: Annotated[
-        str, typer.Option("--optimizer", "-o", help="ngplus, ngplus-paper, adamw, soap, …")
-    ] = "ngplus",
+    optimizer: options.OptimizerName = "ngplus",
     preset: options.PresetName = "small",
     seed: Annotated[int, typer.Option(min=0, help=SEED_HELP)] = 0,
     lr: Annotated[float | None, typer.Option(help="The learning rate; the tuned one where not given.")] = None,
@@ -104,10 +102,14 @@ def open_preset(
     held: dict[str, Any] = plain(size.options)
     for key, value in assignments(sets):
         if not is_hyper(key, optimizer, list(held), workload):
-            place, *rest = held, *key.split(".")
-            for part in rest[:-1]:
+            *path, last = key.split(".")
+            place = held
+            for part in path:
+                check_name(part, place, f"group of options of {workload}")
                 place = place[part]
-            place[rest[-1]] = value
+                if not isinstance(place, dict):
+                    raise ValueError(f"The option {part!r} of {workload} is no group: --set {part}=VALUE")
+            place[last] = value
     return chosen, replace(size, options=held)
 
 

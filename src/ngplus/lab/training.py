@@ -131,7 +131,10 @@ class _Session:
 
     def _make(self, device: str) -> tuple[nn.Module, optimizers.Trainer]:
         torch.manual_seed(self.config.seed)
-        model = self.task.model().to(device)
+        try:
+            model = self.task.model().to(device)
+        except TypeError as error:  # an option that the model does not have
+            raise RunError(f"{self.config.workload}: {error}") from error
         model.train()
         try:
             return model, optimizers.get(self.config.optimizer).make(model, _tuples(self.config.hyper))

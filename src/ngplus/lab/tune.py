@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
 @options.with_changes
 def tune(
     workload: options.WorkloadNames,
-    optimizer: Annotated[str, typer.Option("--optimizer", "-o", help="Names with commas between, or all.")] = "ngplus",
+    optimizers: options.OptimizerNames = "ngplus",
     trials: Annotated[int, typer.Option(min=1, help="Runs for each optimizer, those in the storage included.")] = 6,
     storage: Annotated[
         str, typer.Option(help="An Optuna storage: a local file, or a database URL for many machines.")
@@ -72,7 +72,7 @@ def tune(
         if objective not in ("target", "final"):
             raise ValueError(f"--objective is target or final, not {objective!r}")
         shared.use_threads(threads, preset)
-        wanted = rivals.pick(optimizer)
+        wanted = rivals.pick(optimizers)
         suffix = f"{objective}-{seeds}" if seeds > 1 else objective
         parts = []
         for name in shared.listed(workload):
