@@ -404,7 +404,12 @@ class CapturedOptimizer(Optimizer):
             self._ledger.fetch()
 
     def health(self) -> Health:
-        """What went wrong and was put right since the optimizer was made: steps skipped, refreshes dropped, layers."""
+        """What went wrong and was put right since the optimizer was made: steps skipped, refreshes dropped, layers.
+
+        Examples:
+            >>> ngplus.NGPlus(nn.Linear(3, 2)).health().good
+            True
+        """
         return self._ledger.health()
 
     def _due(self, matrix: ParameterMatrix) -> bool:

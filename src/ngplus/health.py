@@ -36,10 +36,20 @@ FAULTS = {
 
 
 class HealthWarning(UserWarning):
-    """A fault that was put right. To stop instead, make it an error:
+    """A fault that was put right. To stop instead, make it an error.
 
-    >>>     >>> import ngplus
-    >>> warnings.simplefilter("error", ngplus.HealthWarning)
+    Examples:
+        >>> import warnings
+        >>> model = nn.Linear(3, 2)
+        >>> optimizer = ngplus.NGPlus(model)
+        >>> model(torch.full((4, 3), float("nan"))).sum().backward()
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", ngplus.HealthWarning)
+        ...     try:
+        ...         optimizer.step()
+        ...     except ngplus.HealthWarning as fault:
+        ...         print(str(fault)[:29])
+        Gradients that are not finite
     """
 
 
@@ -47,32 +57,45 @@ class HealthWarning(UserWarning):
 class LayerHealth:
     """A layer that had faults, by its parameter's name: how many steps or refreshes of each kind.
 
-    >>> import torch, ngplus
-    >>> optimizer = ngplus.NGPlus(torch.nn.Linear(3, 2))
-    >>> optimizer.health()["weight"].dropped
-    0
+    Attributes:
+        name: of the parameter.
+        gradients: steps skipped because of its gradient.
+        dropped: refreshes dropped, since the curvature was not finite.
+        retried: refreshes that needed more damping, or float64.
+        plain: refreshes that ended in the plain gradient step.
+        steps: steps of this layer alone that were left out.
+
+    Examples:
+        >>> optimizer = ngplus.NGPlus(nn.Linear(3, 2))
+        >>> optimizer.health()["weight"].dropped
+        0
     """
 
     name: str
-    gradients: int = 0  # steps skipped because of its gradient
-    dropped: int = 0  # refreshes dropped: the curvature was not finite
-    retried: int = 0  # refreshes that needed more damping, or float64
-    plain: int = 0  # refreshes that ended in the plain gradient step
-    steps: int = 0  # steps of this layer alone that were left out
+    gradients: int = 0
+    dropped: int = 0
+    retried: int = 0
+    plain: int = 0
+    steps: int = 0
 
 
 @dataclass(frozen=True)
 class Health:
     """The counts since the optimizer was made, and the layers that had faults; ``print(health)`` shows a table.
 
-    >>> import torch, ngplus
-    >>> optimizer = ngplus.NGPlus(torch.nn.Linear(3, 2))
-    >>> print(optimizer.health())
-    0 steps, 0 skipped; no layer had a fault
+    Attributes:
+        steps: calls of ``step`` that had gradients.
+        skipped: those of them that were skipped, since gradients were not finite.
+        layers: the layers that had faults.
+
+    Examples:
+        >>> optimizer = ngplus.NGPlus(nn.Linear(3, 2))
+        >>> print(optimizer.health())
+        0 steps, 0 skipped; no layer had a fault
     """
 
-    steps: int  # calls of step() that had gradients
-    skipped: int  # of them skipped: gradients that are not finite
+    steps: int
+    skipped: int
     layers: tuple[LayerHealth, ...]
 
     @property
@@ -85,6 +108,7 @@ class Health:
         return next((layer for layer in self.layers if layer.name == name), LayerHealth(name))
 
     def as_dict(self) -> dict[str, Any]:
+        """All of it in plain dicts, for a log."""
         return asdict(self)
 
     def __str__(self) -> str:
