@@ -51,6 +51,7 @@ ROOMS = (
             "gathering",
             "gradients",
             "health",
+            "loads",
             "notices",
             "optimizer",
             "options",

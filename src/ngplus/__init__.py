@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ngplus import layers, online, schedules
 from ngplus.health import Health, HealthWarning, LayerHealth
 from ngplus.layers import register_layer
+from ngplus.loads import Load
 from ngplus.online import OnlineNGPlus
 from ngplus.optimizer import Curvature, NGPlus
 from ngplus.plan import Plan, PlanRow
@@ -22,6 +23,7 @@ __all__ = [
     "Health",
     "HealthWarning",
     "LayerHealth",
+    "Load",
     "NGPlus",
     "OnlineNGPlus",
     "Plan",

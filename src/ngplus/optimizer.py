@@ -360,18 +360,19 @@ class NGPlus(CapturedOptimizer):
 
     # ---------------------------------------------------------------------------------------------- to look at
 
-    def plan(self, batch_size: int | None = None, positions: int = 1) -> Plan:
+    def plan(self, batch_size: int | None = None, positions: int | Mapping[str, int] = 1) -> Plan:
         """What each parameter gets: shape, side, solver, blocks, bytes of state, FLOPs of a step and of a refresh.
 
         Before the first refresh the samples and positions of the layers are not known; ``batch_size`` and ``positions``
-        stand in for them.
+        (one number, or one by the name of a matrix's first parameter) stand in for them.
 
         Examples:
             >>> plan = ngplus.NGPlus(nn.Linear(4, 2)).plan(batch_size=8)
             >>> plan["weight"].shape, plan["weight"].side
             ((2, 5), 'left')
         """
-        entries = [(m, self._group(m), self.state.get(m.params[0], {})) for m in self._matrices]
+        self._find_replicas()
+        entries = [(m, self._group(m), self.state.get(m.params[0], {}), self._team(m)) for m in self._matrices]
         return plan_of(entries, batch_size, positions)
 
     def curvature(self, which: str | nn.Parameter) -> Curvature:

@@ -16,7 +16,7 @@ On the way from gradient to step: beside it; it tells what the way will cost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,8 +24,10 @@ from torch import Tensor
 
 from ngplus.blocks import Cut
 from ngplus.factors import outer_costs
+from ngplus.loads import Load, load_of
 from ngplus.matrices import ParameterMatrix
 from ngplus.sketch import SketchSpec
+from ngplus.sync import Team, Wire
 
 EIGH = 9  # an eigendecomposition is about 9 d^3 FLOPs
 
@@ -48,7 +50,13 @@ class PlanRow:
         step_flops: of every step.
         refresh_flops: of a refresh.
         note: why the source is "batch".
-        wire_bytes: that a refresh sends on each of several ranks.
+        wire_bytes: that a refresh adds up over ranks, where there are several: the lower triangle.
+        inverse_bytes: that the owner sends to all at a refresh.
+        step_bytes: of gradients and directions that cross ranks in every step.
+        owner: the rank that works on the matrix, among those that share it; None where there is one process.
+        inverse_flops: the part of ``refresh_flops`` that only the owner has.
+        sparse: the gradients may be sparse; every rank applies the inverse to the rows touched.
+        parameter_bytes: of the parameters themselves.
 
     Examples:
         >>> row = ngplus.NGPlus(nn.Conv2d(3, 8, 3)).plan(batch_size=4)[0]
@@ -70,6 +78,12 @@ class PlanRow:
     refresh_flops: int
     note: str
     wire_bytes: int = 0
+    inverse_bytes: int = 0
+    step_bytes: int = 0
+    owner: int | None = None
+    inverse_flops: int = 0
+    sparse: bool = False
+    parameter_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,13 +133,39 @@ class Plan(Sequence[PlanRow]):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that a refresh sends on each of several ranks: the lower triangles of all matrices."""
+        """Bytes that a refresh adds up over several ranks: the lower triangles of all matrices."""
         return sum(row.wire_bytes for row in self.rows)
 
     @property
     def refresh_flops(self) -> int:
         """FLOPs of a refresh, one in ``update_every`` steps."""
         return sum(row.refresh_flops for row in self.rows)
+
+    @property
+    def inverse_bytes(self) -> int:
+        """Bytes of the inverses, or eigenbases, that their owners send at a refresh."""
+        return sum(row.inverse_bytes for row in self.rows)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of gradients and directions that cross ranks in every step, over all ranks together."""
+        return sum(row.step_bytes for row in self.rows)
+
+    def on_ranks(self, ranks: int, distribution: str = "communication") -> Load:
+        """The costs on so many ranks by the cost model, for ranks that are not at hand. The plan's batch is one rank's.
+
+        ``distribution`` is that of :class:`ngplus.NGPlus` with replicated parameters, or "sharded", which is FSDP2.
+        """
+        return load_of(self.rows, ranks, distribution)
+
+    def _across_ranks(self) -> list[tuple[str, str, str]]:
+        """The columns of a plan with several ranks."""
+        lines = [
+            (_amount(row.inverse_bytes, "B", 1024), _amount(row.step_bytes, "B", 1024), str(row.owner))
+            for row in self.rows
+        ]
+        last = (_amount(self.inverse_bytes, "B", 1024), _amount(self.step_bytes, "B", 1024), "")
+        return [("inverse sent", "each step", "owner"), *lines, last]
 
     def __str__(self) -> str:
         head = (
@@ -164,24 +204,34 @@ class Plan(Sequence[PlanRow]):
             _amount(self.refresh_flops, "FLOP"),
             _amount(self.wire_bytes, "B", 1024),
         )
-        table = [head, *lines, total + amounts]
-        widths = [max(len(line[i]) for line in table) for i in range(len(head))]
+        table: list[tuple[str, ...]] = [head, *lines, total + amounts]
+        if any(row.owner is not None for row in self.rows):
+            table = [line + more for line, more in zip(table, self._across_ranks(), strict=True)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
         rule = "-" * max(map(len, text))
         notes = [f"{row.name}: {row.note}" for row in self.rows if row.note]
         return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], *notes])
 
 
-def plan_of(
-    entries: Sequence[tuple[ParameterMatrix, dict[str, Any], dict[str, Any]]], batch_size: int | None, positions: int
-) -> Plan:
-    """The plan of matrices with their groups and states."""
-    return Plan(tuple(_row(matrix, group, state, batch_size, positions) for matrix, group, state in entries))
+Entry = tuple[ParameterMatrix, dict[str, Any], dict[str, Any], Team | None]
+
+
+def plan_of(entries: Sequence[Entry], batch_size: int | None, positions: int | Mapping[str, int]) -> Plan:
+    """The plan of matrices with their groups, states and teams."""
+    return Plan(tuple(_row(*entry, batch_size, positions) for entry in entries))
 
 
 def _row(
-    matrix: ParameterMatrix, group: dict[str, Any], state: dict[str, Any], batch_size: int | None, positions: int
+    matrix: ParameterMatrix,
+    group: dict[str, Any],
+    state: dict[str, Any],
+    team: Team | None,
+    batch_size: int | None,
+    positions: int | Mapping[str, int],
 ) -> PlanRow:
+    if isinstance(positions, Mapping):
+        positions = positions.get(matrix.name, 1)
     rows, cols = matrix.layout.rows, matrix.layout.cols
     side = matrix.side(group["side"])
     other = cols if side == "left" else rows
@@ -191,6 +241,7 @@ def _row(
     samples, kappa = matrix.seen or (batch_size or 0, positions)
     width = 8 if matrix.params[0].element_size() == 8 else 4
     rank = samples * min(kappa, other)
+    touched = min(other, samples * kappa) if matrix.sparse and side == "right" and samples else other
     solver = group["solver"]
     if group["scaling"] == "adaptive":
         solver = "eigenbasis"
@@ -206,11 +257,12 @@ def _row(
         refresh = 2 * curved * rank * rank + cut.count * rank**3
         elements = curved * rank + cut.count * rank * (rank if solver == "woodbury" else _sketch_rows(group, cut, rank))
     elif solver == "eigenbasis":
-        step = 4 * sum(own.elements * length for own, length in sides)
+        step = 4 * sum(own.elements * (touched if length == other else length) for own, length in sides)
         refresh = EIGH * cut.cubes
-        elements = cut.elements + curved + 2 * matrix.groups * rows * cols
+        elements = cut.elements + curved + (curved if touched < other else 2 * matrix.groups * rows * cols)
     else:
-        step, refresh, elements = 2 * cut.elements * other, cut.cubes, cut.elements
+        step, refresh, elements = 2 * cut.elements * touched, cut.cubes, cut.elements
+    inverse = refresh
     if group["curvature"] != "sample":
         elements += cut.elements
     form = matrix.form or ""
@@ -236,6 +288,7 @@ def _row(
         for key, value in state.items()
         if isinstance(value, Tensor) and key != "momentum_buffer"
     )
+    wire = Wire(cut.triangle, 0, 0) if team is None else team.wire(matrix, group)
     return PlanRow(
         name=matrix.name,
         parameters=tuple(matrix.names),
@@ -250,7 +303,13 @@ def _row(
         step_flops=step,
         refresh_flops=refresh,
         note=matrix.reason,
-        wire_bytes=0 if source == "batch" else cut.triangle * width,
+        wire_bytes=0 if source == "batch" else wire.average * width,
+        inverse_bytes=0 if source == "batch" else wire.inverse * width,
+        step_bytes=wire.step * width,
+        owner=None if team is None else team.owners[id(matrix)],
+        inverse_flops=inverse,
+        sparse=matrix.sparse,
+        parameter_bytes=sum(p.numel() * p.element_size() for p in matrix.params),
     )
 
 

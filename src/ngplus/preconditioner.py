@@ -5,6 +5,7 @@ On the way from gradient to step: the whole way but its end: the direction goes 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class Preconditioner:
         """Puts the direction in the place of each gradient, as a new tensor; zeros where it is not finite."""
         self._optimizer._replace_gradients()
 
-    def plan(self, batch_size: int | None = None, positions: int = 1) -> Plan:
+    def plan(self, batch_size: int | None = None, positions: int | Mapping[str, int] = 1) -> Plan:
         """As of ``NGPlus``."""
         return self._optimizer.plan(batch_size, positions)
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ngplus.curvature import Group
 from ngplus.dtensor import is_dtensor, local
 from ngplus.matrices import ParameterMatrix
-from ngplus.sync import Ranks, Sum, Team, assign, work
+from ngplus.sync import Ranks, Sum, Team, Wire, assign, work
 
 
 class Piece(NamedTuple):
@@ -126,13 +126,20 @@ class Shards(Team):
                 s.keeper = None
             self._among_replicas.add_up(mine)
         # Who has to fall back is known where the samples are counted; the whole team goes by it.
-        failed = torch.tensor([float(s.failed) for _, s in due], device=due[0][1].device)
+        failed = torch.tensor([float(s.failed) for _, s in due], dtype=torch.float64, device=due[0][1].device)
         self.agree(failed)
         for (_, s), bad in zip(due, failed.tolist(), strict=True):
             s.failed = bad > 0
 
     def agree(self, table: Tensor) -> None:
         dist.all_reduce(table, group=self.group)
+
+    def wire(self, matrix: ParameterMatrix, group: Group) -> Wire:
+        """Over all ranks together. Of a gradient each part is sent once, of a direction to all that hold it."""
+        averages = sum(ranks is not None for ranks in (self._among_shards, self._among_replicas))
+        gradient = sum(param.numel() for param in matrix.active_params)
+        direction = sum(piece.numel for param in matrix.active_params for piece in self._pieces[param])
+        return Wire(averages * matrix.cut_of(group).triangle, 0, gradient + direction)
 
     def gather(self, matrices: Sequence[ParameterMatrix]) -> dict[int, list[Tensor]]:
         """The gradients of those of the matrices that this rank owns, whole: one for each parameter that is trained."""

@@ -15,17 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ngplus import curvature as curvatures
-from ngplus.blocks import Cut
 from ngplus.curvature import Fresh, Group, Solved, State
 from ngplus.faults import Trouble
 from ngplus.matrices import ParameterMatrix
 from ngplus.sync import Replicas, Team, pack, unpack
-
-
-def numbers(cut: Cut, scaling: str) -> int:
-    """How many numbers are sent for one matrix."""
-    rows = cut.groups * sum(count * size for _, count, size in cut.stacks)
-    return cut.elements + rows if scaling == "adaptive" else cut.triangle + 1
 
 
 def solved(fresh: Fresh | None, state: State, group: Group, seed: int, trouble: Trouble) -> Solved:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -119,11 +120,24 @@ class Ranks:
                 tensor.copy_(piece.view_as(tensor))
 
 
+class Wire(NamedTuple):
+    """Numbers of one matrix that cross ranks: the sums of a refresh, the inverse of a refresh, those of every step."""
+
+    average: int
+    inverse: int
+    step: int
+
+
 class Team:
     """Ranks that share the work on some matrices. Each matrix has an owner among them."""
 
+    owners: dict[int, int]  # by the id of the matrix
+
     def __init__(self, matrices: Sequence[ParameterMatrix]) -> None:
         self.matrices = list(matrices)
+
+    def wire(self, matrix: ParameterMatrix, group: Group) -> Wire:
+        raise NotImplementedError
 
     def owns(self, matrix: ParameterMatrix) -> bool:
         raise NotImplementedError
@@ -195,6 +209,11 @@ class Replicas(Team):
     def agree(self, table: Tensor) -> None:
         dist.all_reduce(table, group=self.ranks.group)
 
+    def wire(self, matrix: ParameterMatrix, group: Group) -> Wire:
+        cut = matrix.cut_of(group)
+        step = sum(p.numel() for p in matrix.active_params) if self.is_away(matrix) else 0
+        return Wire(cut.triangle, solved_numbers(cut, group) if self.shares(matrix) else 0, step)
+
     def hand_out(
         self, matrices: Sequence[ParameterMatrix], directions: Mapping[nn.Parameter, Tensor]
     ) -> dict[nn.Parameter, Tensor]:
@@ -202,6 +221,13 @@ class Replicas(Team):
         out = {p: directions[p].contiguous() if p in directions else torch.empty_like(p) for p, _ in params}
         self.ranks.send(list(out.values()), [owner for _, owner in params])
         return out
+
+
+def solved_numbers(cut: Cut, group: Mapping[str, Any]) -> int:
+    """What an owner sends of a refresh (:mod:`ngplus.sharing`): an eigenbasis, or a triangle and lambda."""
+    if group["scaling"] != "adaptive":
+        return cut.triangle + 1
+    return cut.elements + cut.groups * sum(count * size for _, count, size in cut.stacks)
 
 
 def work(matrix: ParameterMatrix, cut: Cut, steps: bool) -> float:

@@ -21,6 +21,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "relative": {"scaling": "inverse", "damping": "auto", "update_every": 3, "graft": "sgd", "weight_decay": 1e-3},
     # In float64: where two eigenvalues are close their eigenvectors follow the rounding, and Adam's step with them.
     "adaptive": {"scaling": "adaptive", "update_every": 3, "curvature": "momentum", "eps": 1e-4},
+    "both": {"scaling": "adaptive", "update_every": 3, "side": "both", "eps": 1e-4},
+    "background": {"scaling": "inverse", "damping": 0.5, "update_every": 3, "background": 2},
+    "drift": {"scaling": "inverse", "damping": 0.5, "update_every": 2, "drift": 0.3},
 }
 
 
