@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,19 @@ def test_loss_scaling_with_accumulation() -> None:
         scaler.update()
 
     check(mlp(), *data(4), train)
+
+
+def test_a_step_keeps_none_of_the_callers_variables() -> None:
+    """The scale is looked up in the calling frames; what else they hold must not live longer for it."""
+    model = mlp()
+    optimizer = ngplus.NGPlus(model, **EXACT)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    large = torch.zeros(8)
+    scaler.scale(loss_fn(model(data(4)[0]), data(4)[1])).backward()
+    scaler.step(optimizer)
+    gone = weakref.ref(large)
+    del large
+    assert gone() is None
 
 
 CLEAR: dict[str, Callable[[nn.Module, Any], None]] = {

@@ -6,17 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import (
-    BOTH,
-    EXACT,
-    Make,
-    N,
-    check,
-    data,
-    loss_fn,
-    mlp,
-    one_step,
-)
+from steps import BOTH, EXACT, Make, N, check, data, loss_fn, mlp, one_step
 from torch import Tensor, nn
 
 import ngplus

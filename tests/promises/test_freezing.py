@@ -7,16 +7,7 @@ import warnings
 
 import pytest
 import torch
-from steps import (
-    EXACT,
-    Model,
-    assert_equal,
-    brute_force,
-    check,
-    data,
-    mlp,
-    one_step,
-)
+from steps import EXACT, Model, assert_equal, brute_force, check, data, mlp, one_step
 from torch import nn
 
 import ngplus
