@@ -1,4 +1,7 @@
-"""The cost model past the ranks at hand: what a plan costs each of 8, 64 or 512 ranks."""
+"""The cost model past the ranks at hand: what a plan costs each of 8, 64 or 512 ranks.
+
+On the way from gradient to step: beside it; it adds to :mod:`ngplus.plan`.
+"""
 
 from __future__ import annotations
 
