@@ -86,5 +86,8 @@ def captured_scale() -> Tensor | float:
     # No look at the variables of other frames: Python would keep them alive with the frame.
     while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
         frame = frame.f_back
-    scale = None if frame is None else frame.f_locals["self"]._get_scale_async()  # get_scale() waits for the device
+    scaler = None if frame is None else frame.f_locals["self"]
+    if scaler is None or not scaler.is_enabled():
+        return 1.0
+    scale = scaler._get_scale_async()  # get_scale() waits for the device
     return 1.0 if scale is None else scale
