@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +19,7 @@ from ngplus.lab import train as shared
 if TYPE_CHECKING:
     import optuna
 
-    from ngplus.lab.optimizers import Rival
+    from ngplus.lab.optimizers import Range, Rival
     from ngplus.lab.runs import Config, Result
     from ngplus.lab.workloads import Task
 
@@ -155,7 +155,8 @@ def make_trial(plan: Plan, patient: bool, task: Task, device: str, board: shared
     # by its number: a study that goes on, or is shared, must not draw the same random points again
     study.sampler = sampler(1_000 * plan.seed + trial.number, plan.trials)
     study.pruner = pruner(base.steps)
-    hyper = {name: trial.suggest_float(name, r.low, r.high, log=r.log) for name, r in plan.rival.ranges.items()}
+    ranges = narrowed(plan.rival.ranges, plan.counted())
+    hyper = {name: trial.suggest_float(name, r.low, r.high, log=r.log) for name, r in ranges.items()}
     scores = []
     for number in range(plan.seeds):
         config = replace(base, hyper={**base.hyper, **hyper}, seed=TUNING_SEED + number)
@@ -167,6 +168,17 @@ def make_trial(plan: Plan, patient: bool, task: Task, device: str, board: shared
         scores.append(score(config, result, plan.objective))
         board.end(config, result)
     study.tell(trial, statistics.mean(scores))
+
+
+def narrowed(ranges: Mapping[str, Range], trials: Iterable[optuna.trial.FrozenTrial]) -> dict[str, Range]:
+    """Learning rates that diverged, and half of the smallest of them, are not tried again; the range then reaches down
+    to a hundredth of its end at least. How large a step may be depends on the scale of the loss."""
+    diverged = [trial.params["lr"] for trial in trials if trial.value == FAILED and "lr" in trial.params]
+    held = dict(ranges)
+    if diverged and "lr" in held:
+        high = min(held["lr"].high, min(diverged) / 2)
+        held["lr"] = replace(held["lr"], low=min(held["lr"].low, high / 100), high=high)
+    return held
 
 
 def stopper(plan: Plan, trial: optuna.Trial, config: Config) -> Callable[[int, float | None], str]:
