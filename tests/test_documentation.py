@@ -81,6 +81,17 @@ def test_every_argument_is_described(name: str) -> None:
     assert not missing, f"{name} does not describe {sorted(missing)}"
 
 
+def test_every_public_name_is_on_a_page_of_the_api() -> None:
+    shown = {
+        name
+        for page in (ROOT / "docs" / "api").glob("*.md")
+        for name in re.findall(r"^::: (\S+)", page.read_text(), re.M)
+    }
+    there = {id(OBJECTS[name]) for name in shown & set(OBJECTS)}  # some have two names
+    missing = sorted(name for name, found in OBJECTS.items() if id(found) not in there)
+    assert not missing, f"docs/api shows nothing of {missing}"
+
+
 def blocks(page: Path) -> list[tuple[str, int, str, str]]:
     """Kind, line, mark and text of each fenced block of a page."""
     text = page.read_text()
