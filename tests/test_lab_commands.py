@@ -239,6 +239,17 @@ def test_plan_of_a_workload_and_of_any_model() -> None:
     assert "encoder.layers.0" in ngplus("plan", "torch.nn:Transformer", "--batch-size", "4", "--positions", "10")
 
 
+def test_plan_past_this_machine() -> None:
+    """10 million rows on the meta device: nothing of the table's size is kept, and nothing is allocated."""
+    arguments = ["plan", "ngplus.lab.scale:dlrm_10m", "--ranks", "8", "--ranks", "512"]
+    loads = json.loads(ngplus(*arguments, "--distribution", "memory", "--json"))
+    assert [load["ranks"] for load in loads] == [8, 512]
+    assert all(load["parameter_bytes"] > 3e9 and load["state_bytes"] < 1e7 for load in loads)
+    table = ngplus(*arguments)
+    assert "| 512 | communication | 3.2 GB |" in table
+    assert "Invalid distribution" in ngplus(*arguments, "--distribution", "nowhere", code=2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

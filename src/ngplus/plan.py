@@ -268,6 +268,8 @@ def _row(
     form = matrix.form or ""
     spec = SketchSpec.parse(group["sketch"]) if solver != "sketched" else None
     short = other if spec is None else min(other, spec.size)
+    if touched < other:
+        short = min(short, kappa)  # an embedding's products touch nothing of the table's size
     if source == "batch":
         form = "mini-batch"
         products = 2 * (cut.elements * short if len(sides) == 1 else sum(own.elements * n for own, n in sides))

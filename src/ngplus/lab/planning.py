@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +16,7 @@ from ngplus.lab import train as shared
 if TYPE_CHECKING:
     from torch import nn
 
-    from ngplus import Plan
+    from ngplus import Load, Plan
 
 
 def register(app: typer.Typer) -> None:
@@ -29,6 +31,13 @@ def plan(
     data: options.Data = None,
     batch_size: options.BatchSize = None,
     positions: Annotated[int, typer.Option(min=1, help="Positions of a sample, for a model without data.")] = 1,
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="What the busiest of so many ranks carries; several times for several."),
+    ] = None,
+    distribution: Annotated[
+        list[str] | None, typer.Option(help="With --ranks: communication, memory or sharded (FSDP2).")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Show NG+'s plan for a model: shapes, sides, solvers, bytes of state, FLOPs of a step and of a refresh.
@@ -38,19 +47,69 @@ def plan(
     ngplus plan digits
 
     ngplus plan torch.nn:Transformer --batch-size 32 --positions 50
+
+    With --ranks, what one of many ranks carries, by the cost model. A model is made on the meta device, where nothing
+    is allocated; module:function may give the inputs of a rank's batch beside it.
+
+    ngplus plan ngplus.lab.scale:transformer_1b3 --ranks 8 --ranks 512 --distribution sharded
     """
     console = shared.make_console()
     with shared.friendly(console):
         if ":" in model:
-            found = _plan_of(_build(model), optimizer, sets or []).plan(batch_size, positions)
+            found = _of_model(model, optimizer, sets or [], batch_size, positions, on_meta=bool(ranks))
         else:
             found = _of_workload(model, preset, optimizer, sets or [], data, batch_size)
         # print, not rich: the table is as wide as it is
-        print(json.dumps(found.as_dicts(), indent=1) if as_json else found)
+        if ranks:
+            loads = [found.on_ranks(count, how) for how in distribution or ["communication"] for count in ranks]
+            print(json.dumps([asdict(load) for load in loads], indent=1) if as_json else _table(loads))
+        else:
+            print(json.dumps(found.as_dicts(), indent=1) if as_json else found)
 
 
-def _build(where: str) -> nn.Module:
-    """The model that ``module:function`` makes without arguments."""
+def _of_model(
+    where: str, optimizer: str, sets: list[str], batch_size: int | None, positions: int, on_meta: bool
+) -> Plan:
+    import torch
+
+    from ngplus.lab import scale
+
+    with torch.device("meta" if on_meta else "cpu"):
+        model, inputs = _build(where)
+        seen: int | dict[str, int] = positions
+        if inputs:
+            seen, batch_size = scale.positions(model, inputs), batch_size or len(inputs[0])
+    found: Plan = _plan_of(model, optimizer, sets).plan(batch_size, seen)
+    return found
+
+
+def _table(loads: Sequence[Load]) -> str:
+    """Markdown, one line for each number of ranks and distribution."""
+    head = ["ranks", "distribution", "parameters", "state", "sums", "step", "refresh", "sent a step", "sent a refresh"]
+    lines = [head, ["---"] * len(head)]
+    for load in loads:
+        sizes = [load.parameter_bytes, load.state_bytes, load.sum_bytes]
+        lines.append([
+            str(load.ranks), load.distribution, *(amount(x, "B") for x in sizes),
+            amount(load.step_flops, "FLOP"), amount(load.refresh_flops, "FLOP"),
+            amount(load.step_bytes, "B"), amount(load.refresh_bytes, "B"),
+        ])  # fmt: skip
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def amount(number: float, unit: str) -> str:
+    """In thousands: 1.3 GB, 4.2 TFLOP."""
+    prefixes = ["", "k", "M", "G", "T", "P"]
+    while number >= 1000 and len(prefixes) > 1:
+        number /= 1000
+        del prefixes[0]
+    return (
+        f"{number:.0f} {prefixes[0]}{unit}" if number >= 100 or not prefixes[0] else f"{number:.1f} {prefixes[0]}{unit}"
+    )
+
+
+def _build(where: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The model that ``module:function`` makes without arguments, and the inputs that it may give beside it."""
     from torch import nn
 
     module, _, name = where.partition(":")
@@ -61,12 +120,13 @@ def _build(where: str) -> nn.Module:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{where!r} is not there: {error}") from error
     try:
-        model = thing if isinstance(thing, nn.Module) else thing()
+        made = thing if isinstance(thing, nn.Module) else thing()
     except TypeError as error:
         raise ValueError(f"{where} does not make a model without arguments: {error}") from error
+    model, inputs = made if isinstance(made, tuple) else (made, ())
     if not isinstance(model, nn.Module):
         raise ValueError(f"{where} makes a {type(model).__name__}, not a torch.nn.Module")
-    return model
+    return model, inputs
 
 
 def _plan_of(model: nn.Module, optimizer: str, sets: list[str]) -> Any:
