@@ -1,4 +1,4 @@
-"""What the documentation shows runs: the examples of all public names, the Python blocks of the pages, the site.
+"""What the documentation shows runs: the examples of all public names, and the Python blocks of the pages.
 
 A page's Python blocks run in order in one namespace that begins with what a reader has (``READER``). A block after
 ``<!-- not run: reason -->`` is left out; a block of text after ``<!-- output -->`` is what the block before it prints.
@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import doctest
-import importlib.util
 import inspect
 import io
-import os
 import re
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -142,19 +139,3 @@ def test_pages_link_to_what_is_there() -> None:
             if not re.match(r"[a-z]+:", target) and not (page.parent / target).exists():
                 missing.append(f"{page.relative_to(ROOT)}: {target}")
     assert not missing, missing
-
-
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra ngplus[docs]")
-def test_the_site_builds_strictly_and_fetches_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    )
-    assert done.returncode == 0, done.stderr
-    pages = list(tmp_path.rglob("*.html"))
-    assert len(pages) > 15
-    for page in pages:
-        html = page.read_text()
-        fetched = re.findall(r"<(?:script|img|iframe)[^>]+src=\"?(https?:[^\" >]+)", html)
-        fetched += re.findall(r"<link[^>]+rel=\"?(?:stylesheet|preconnect)[^>]+href=\"?(https?:[^\" >]+)", html)
-        assert not fetched, f"{page.name} fetches {fetched}"

@@ -1,0 +1,89 @@
+"""The documentation site: built strictly, without anything from the network, and looked at in a real browser."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra ngplus[docs]")
+
+# A page that opens all the others, one after the other, and writes what the browser has made of each into its own body.
+PROBE = """<!DOCTYPE html><body><pre id="found"></pre><iframe id="frame" style="width:WIDTHpx;height:800px;border:0">
+</iframe><script>
+const pages = PAGES, found = {}, frame = document.getElementById("frame");
+const next = () => {
+  const page = pages.shift();
+  if (!page) { document.getElementById("found").textContent = JSON.stringify(found); return; }
+  frame.onload = () => {
+    const inside = frame.contentDocument, root = inside.documentElement;
+    found[page] = {
+      title: inside.title, overflow: root.scrollWidth - root.clientWidth,
+      broken: [...inside.images].filter(i => !(i.complete && i.naturalWidth)).map(i => i.src),
+      back: getComputedStyle(inside.body).backgroundColor, size: inside.querySelector("article").innerText.length};
+    next();
+  };
+  frame.src = page;
+};
+next();</script>"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(place)]
+    surroundings = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=surroundings)
+    assert done.returncode == 0, done.stderr
+    return place
+
+
+def test_every_page_is_in_the_navigation_and_fetches_nothing(site: Path) -> None:
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).exists()
+    home = (site / "index.html").read_text()
+    for page in site.rglob("*.html"):
+        html = page.read_text()
+        fetched = re.findall(r"<(?:script|img|iframe)[^>]+src=\"?(https?:[^\" >]+)", html)
+        fetched += re.findall(r"<link[^>]+rel=\"?(?:stylesheet|preconnect)[^>]+href=\"?(https?:[^\" >]+)", html)
+        assert not fetched, f"{page.name} fetches {fetched}"
+        name = str(page.relative_to(site))
+        assert name in ("404.html", "index.html") or f'href="{name}"' in home, f"{name} is not in the nav of mkdocs.yml"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1400, False)])
+def test_in_chromium(site: Path, width: int, dark: bool, tmp_path: Path) -> None:
+    """Every page fits a phone and a wide screen, shows its pictures, and is light or dark as the system is."""
+    assert CHROMIUM is not None
+    pages = [path.as_uri() for path in sorted(site.rglob("*.html")) if path.name != "404.html"]
+    probe = tmp_path / "probe.html"
+    probe.write_text(PROBE.replace("WIDTH", str(width)).replace("PAGES", json.dumps(pages)))
+    own = [f"--user-data-dir={tmp_path}/profile", "--allow-file-access-from-files", "--window-size=1600,900"]
+    own += ["--virtual-time-budget=60000", f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
+    done = subprocess.run(
+        [CHROMIUM, *FLAGS, *own, "--dump-dom", probe.as_uri()], capture_output=True, text=True, timeout=120
+    )
+    answer = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)
+    assert answer is not None, done.stderr[-2000:]
+    found = json.loads(unescape(answer[1]))
+    assert set(found) == set(pages)
+    for page, seen in found.items():
+        assert seen["size"] > 100, page
+        assert seen["overflow"] <= 0, f"{page} is wider than a screen of {width} pixels"
+        assert not seen["broken"], f"{page} has pictures that do not show: {seen['broken']}"
+        shades = [int(number) for number in re.findall(r"\d+", seen["back"])[:3]]
+        assert (sum(shades) < 300) is dark, f"{page}: {seen['back']}"
