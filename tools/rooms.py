@@ -34,7 +34,10 @@ ROOMS = (
     Room("solve", "L and lambda to an inverse", ("faults", "solve"), ("gfim",)),
     Room("layers", "a rule for each layer type", ("layers",), ("gfim",)),
     Room(
-        "capture", "the model's passes to factors", ("capture", "compiled", "dtensor", "matrices"), ("gfim", "layers")
+        "capture",
+        "the model's passes to factors",
+        ("calls", "capture", "compiled", "dtensor", "matrices"),
+        ("gfim", "layers"),
     ),
     Room(
         "curvature",

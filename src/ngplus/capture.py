@@ -27,29 +27,14 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
+from ngplus.calls import BatchDims, Build, Call, Saved, Slot, batch_dims
 from ngplus.compiled import CompiledCalls, uncompiled
-from ngplus.dtensor import whole
-from ngplus.factors import Factors, join, widen
+from ngplus.factors import Factors, join
 from ngplus.layers import Batch, Watcher
 from ngplus.layers.rule import NotPerSample, no_mixed_precision
 from ngplus.matrices import ParameterMatrix, Use
 
 Sink = Callable[[ParameterMatrix, Factors], None]
-Build = Callable[[tuple[Tensor | None, ...], Tensor, tuple[bool, ...], Batch], Factors]
-BatchDims = int | None | Mapping[str, int | None]
-
-
-class _Saved(torch.autograd.Function):
-    """A node beside the graph whose saved tensors are the layer's inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor | None) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return anchor.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError("this node holds saved tensors; nothing flows through it")
 
 
 class _Hook:
@@ -74,52 +59,6 @@ class _Hook:
         return _Hook, ()
 
 
-class _Call:
-    """A call of the model: how many samples it had, and which uses of each matrix are still to come."""
-
-    def __init__(self) -> None:
-        self.batch_size: int | None = None
-        self.waiting: Counter[int] = Counter()  # recorded, gradient not here yet
-        self.hidden: Counter[int] = Counter()  # made under no_grad: reentrant checkpointing makes them again
-        self.retained = False
-        self.partner: _Call | None = None  # a call that took part in the same backward pass
-
-    def unfinished(self, matrix: ParameterMatrix) -> bool:
-        return self.waiting[id(matrix)] + self.hidden[id(matrix)] > 0
-
-    @property
-    def first(self) -> _Call:
-        return self if self.partner is None else self.partner.first
-
-
-class _Slot:
-    """One use in one call, waiting for its gradient."""
-
-    def __init__(self, use: Use, call: _Call, build: Build, held: Any, shape: torch.Size, dim: int | None) -> None:
-        self.use, self.call, self.build, self.held, self.shape, self.dim = use, call, build, held, shape, dim
-        self.grad: Tensor | None = None
-
-    def factors(self) -> Factors | None:
-        assert self.grad is not None
-        matrix, batch = self.use.matrix, Batch(self.dim, self.call.batch_size)
-        if self.grad.numel() == 0:
-            if batch.size == 0:
-                raise ValueError(f"The batch that reached {matrix.name!r} has no samples: leave empty batches out")
-            return None  # a layer that got none of the samples, such as an expert without tokens
-        try:
-            saved = self.held.saved_tensors  # may run a checkpointed forward again, hooks and all
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            raise NotPerSample("the input of its module was changed in place") from error
-        # Tensor parallelism: inputs and gradients come in parts, by features. All ranks put them together.
-        saved, grad = tuple(None if x is None else whole(x) for x in saved), whole(self.grad.reshape(self.shape))
-        if not matrix.counted:
-            return None
-        built = self.build(saved, grad, self.use.active, batch)
-        return widen(built, self.use.columns, matrix.layout.cols)
-
-
 class Capture:
     """Watches the uses of a model's matrices. ``sink`` is called, under no_grad, with each matrix's joined factors;
     ``on_forward`` before and ``on_backward`` after each pass over the model."""
@@ -142,12 +81,12 @@ class Capture:
         self.in_eval = False  # record in eval mode, too: for study, never in training
         self.armed = False  # is any matrix?
         self._depth = 0
-        self._call: _Call | None = None
-        self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
+        self._call: Call | None = None
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._task = -1  # the outermost backward pass under way
-        self._task_call: _Call | None = None
-        self._ready: dict[int, list[tuple[_Call, Factors]]] = {}
-        self._kept: list[_Slot] = []
+        self._task_call: Call | None = None
+        self._ready: dict[int, list[tuple[Call, Factors]]] = {}
+        self._kept: list[Slot] = []
         self._handles: list[Any] = []
         by_rule: dict[tuple[int, int], dict[int, Use]] = {}
         for use in uses:
@@ -262,12 +201,12 @@ class Capture:
             if dim is not None and isinstance(x, Tensor) and x.dim() > dim:
                 yield x.shape[dim], x.dim()
 
-    def _new_call(self) -> _Call:
-        call = _Call()
+    def _new_call(self) -> Call:
+        call = Call()
         self._calls.add(call)
         return call
 
-    def _present_call(self) -> _Call:
+    def _present_call(self) -> Call:
         """The call that a module's forward belongs to."""
         if self._call is not None:
             return self._call
@@ -301,7 +240,7 @@ class Capture:
         matrix, call = use.matrix, self._present_call()
         anchor = torch.zeros((), requires_grad=True)
         saved = [None if x is None else x.detach() for x in inputs]
-        held = _Saved.apply(anchor, *saved).grad_fn  # type: ignore[no-untyped-call]
+        held = Saved.apply(anchor, *saved).grad_fn  # type: ignore[no-untyped-call]
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
             if call.hidden[id(matrix)] > 0:
@@ -309,7 +248,7 @@ class Capture:
             elif call.waiting[id(matrix)]:
                 return  # checkpointing without reentry runs the forward again; the first run waits already
         call.waiting[id(matrix)] += 1
-        slot = _Slot(use, call, build, held, output.shape, self._dims.get(use.module, 0))
+        slot = Slot(use, call, build, held, output.shape, self._dims.get(use.module, 0))
         this = weakref.ref(self)
 
         def arrive(grad: Tensor) -> None:
@@ -321,7 +260,7 @@ class Capture:
 
     # ------------------------------------------------------------------------------------------ backward
 
-    def _arrive(self, slot: _Slot, grad: Tensor) -> None:
+    def _arrive(self, slot: Slot, grad: Tensor) -> None:
         self._enter_backward()
         call, matrix = slot.call, slot.use.matrix
         if slot.grad is None:
@@ -342,7 +281,7 @@ class Capture:
         if not any(other.unfinished(matrix) for other in self._calls):
             self._flush(matrix)
 
-    def _make_ready(self, slot: _Slot) -> None:
+    def _make_ready(self, slot: Slot) -> None:
         matrix, call = slot.use.matrix, slot.call
         assert slot.grad is not None
         with torch.no_grad(), no_mixed_precision(slot.grad.device):
@@ -358,7 +297,7 @@ class Capture:
             self._ready.setdefault(id(matrix), []).append((call, factors))
 
     def _flush(self, matrix: ParameterMatrix) -> None:
-        together: dict[_Call, list[Factors]] = {}
+        together: dict[Call, list[Factors]] = {}
         for call, factors in self._ready.pop(id(matrix), []):
             together.setdefault(call.first, []).append(factors)
         with torch.no_grad():
@@ -478,35 +417,3 @@ class _ModuleWatcher(Watcher):
             return None if adapted is output else adapted
 
         return _Hook(self._capture, after)
-
-
-def batch_dims(model: nn.Module, batch_dim: BatchDims) -> dict[nn.Module, int | None]:
-    """The batch dimension of each module: 0, but 1 inside torch's Transformers with batch_first=False.
-
-    A number is for the whole model; a mapping gives module names, each for the module and all below it, and None for
-    a module that has no batch dimension.
-    """
-    by_name = dict(batch_dim) if isinstance(batch_dim, Mapping) else {"": batch_dim}
-    for name, dim in by_name.items():
-        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int) or dim < 0):
-            raise ValueError(f"Invalid batch_dim{f' of {name!r}' if name else ''}: {dim!r} (a dimension, or None)")
-    dims: dict[nn.Module, int | None] = {}
-    for module in model.modules():
-        if _batch_second(module):
-            dims.update(dict.fromkeys(module.modules(), 1))
-    modules = dict(model.named_modules())
-    for name, dim in by_name.items():
-        if name not in modules:
-            raise ValueError(f"Invalid batch_dim: the model has no module {name!r} (see model.named_modules())")
-        if name or dim != 0:  # 0 for the whole model is the default, which leaves the Transformers their own
-            dims.update(dict.fromkeys(modules[name].modules(), dim))
-    return dims
-
-
-def _batch_second(module: nn.Module) -> bool:
-    """Does this container of torch's take [length, batch, features]?"""
-    if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-        return not module.self_attn.batch_first
-    if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder):
-        return any(_batch_second(layer) for layer in module.layers)
-    return isinstance(module, nn.Transformer | nn.MultiheadAttention) and not module.batch_first

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from ngplus import options
-from ngplus.capture import BatchDims
+from ngplus.calls import BatchDims
 from ngplus.curvature import Gathered, Group, State
 from ngplus.faults import Trouble, keep_last_good, look, norms_of, zero_where
 from ngplus.gathering import Gathering

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ngplus.capture import BatchDims, Capture
+from ngplus.calls import BatchDims
+from ngplus.capture import Capture
 from ngplus.curvature import Gathered, Group
 from ngplus.factors import Bags, Factors, Lookup
 from ngplus.matrices import ParameterMatrix, Use

@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from ngplus import adaptive, sharing
 from ngplus import curvature as curvatures
 from ngplus.background import Background
-from ngplus.capture import BatchDims
+from ngplus.calls import BatchDims
 from ngplus.captured import CapturedOptimizer, Direction, Work
 from ngplus.curvature import Fresh, Gathered, Group, Solved, State
 from ngplus.faults import Trouble

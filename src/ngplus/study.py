@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ngplus import curvature as curvatures
-from ngplus.capture import BatchDims, Capture
+from ngplus.calls import BatchDims
+from ngplus.capture import Capture
 from ngplus.curvature import Gathered
 from ngplus.factors import Factors
 from ngplus.matrices import ParameterMatrix, collect, named

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from ngplus.capture import BatchDims
+from ngplus.calls import BatchDims
 from ngplus.captured import CapturedOptimizer
 from ngplus.curvature import Gathered, Group, State
 from ngplus.layers import EmbeddingBagRule, EmbeddingRule

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from ngplus import fisher, solve
 from ngplus.baselines.common import Batches, Rival
-from ngplus.capture import BatchDims
+from ngplus.calls import BatchDims
 from ngplus.captured import Direction, Work, state_bytes
 from ngplus.curvature import Gathered, Group, State
 from ngplus.factors import Factors, Joined, Outer

@@ -1,0 +1,114 @@
+"""Calls of the model, the uses of matrices in them, and which dimension of a tensor holds the samples.
+
+On the way from gradient to step: what :mod:`ngplus.capture` keeps from a layer's forward pass to the gradient of its
+output.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ngplus.dtensor import whole
+from ngplus.factors import Factors, widen
+from ngplus.layers import Batch
+from ngplus.layers.rule import NotPerSample
+from ngplus.matrices import ParameterMatrix, Use
+
+Build = Callable[[tuple[Tensor | None, ...], Tensor, tuple[bool, ...], Batch], Factors]
+BatchDims = int | None | Mapping[str, int | None]
+
+
+class Saved(torch.autograd.Function):
+    """A node beside the graph whose saved tensors are the layer's inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("this node holds saved tensors; nothing flows through it")
+
+
+class Call:
+    """A call of the model: how many samples it had, and which uses of each matrix are still to come."""
+
+    def __init__(self) -> None:
+        self.batch_size: int | None = None
+        self.waiting: Counter[int] = Counter()  # recorded, gradient not here yet
+        self.hidden: Counter[int] = Counter()  # made under no_grad: reentrant checkpointing makes them again
+        self.retained = False
+        self.partner: Call | None = None  # a call that took part in the same backward pass
+
+    def unfinished(self, matrix: ParameterMatrix) -> bool:
+        return self.waiting[id(matrix)] + self.hidden[id(matrix)] > 0
+
+    @property
+    def first(self) -> Call:
+        return self if self.partner is None else self.partner.first
+
+
+class Slot:
+    """One use in one call, waiting for its gradient."""
+
+    def __init__(self, use: Use, call: Call, build: Build, held: Any, shape: torch.Size, dim: int | None) -> None:
+        self.use, self.call, self.build, self.held, self.shape, self.dim = use, call, build, held, shape, dim
+        self.grad: Tensor | None = None
+
+    def factors(self) -> Factors | None:
+        assert self.grad is not None
+        matrix, batch = self.use.matrix, Batch(self.dim, self.call.batch_size)
+        if self.grad.numel() == 0:
+            if batch.size == 0:
+                raise ValueError(f"The batch that reached {matrix.name!r} has no samples: leave empty batches out")
+            return None  # a layer that got none of the samples, such as an expert without tokens
+        try:
+            saved = self.held.saved_tensors  # may run a checkpointed forward again, hooks and all
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise NotPerSample("the input of its module was changed in place") from error
+        # Tensor parallelism: inputs and gradients come in parts, by features. All ranks put them together.
+        saved, grad = tuple(None if x is None else whole(x) for x in saved), whole(self.grad.reshape(self.shape))
+        if not matrix.counted:
+            return None
+        built = self.build(saved, grad, self.use.active, batch)
+        return widen(built, self.use.columns, matrix.layout.cols)
+
+
+def batch_dims(model: nn.Module, batch_dim: BatchDims) -> dict[nn.Module, int | None]:
+    """The batch dimension of each module: 0, but 1 inside torch's Transformers with batch_first=False.
+
+    A number is for the whole model; a mapping gives module names, each for the module and all below it, and None for
+    a module that has no batch dimension.
+    """
+    by_name = dict(batch_dim) if isinstance(batch_dim, Mapping) else {"": batch_dim}
+    for name, dim in by_name.items():
+        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int) or dim < 0):
+            raise ValueError(f"Invalid batch_dim{f' of {name!r}' if name else ''}: {dim!r} (a dimension, or None)")
+    dims: dict[nn.Module, int | None] = {}
+    for module in model.modules():
+        if _batch_second(module):
+            dims.update(dict.fromkeys(module.modules(), 1))
+    modules = dict(model.named_modules())
+    for name, dim in by_name.items():
+        if name not in modules:
+            raise ValueError(f"Invalid batch_dim: the model has no module {name!r} (see model.named_modules())")
+        if name or dim != 0:  # 0 for the whole model is the default, which leaves the Transformers their own
+            dims.update(dict.fromkeys(modules[name].modules(), dim))
+    return dims
+
+
+def _batch_second(module: nn.Module) -> bool:
+    """Does this container of torch's take [length, batch, features]?"""
+    if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        return not module.self_attn.batch_first
+    if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder):
+        return any(_batch_second(layer) for layer in module.layers)
+    return isinstance(module, nn.Transformer | nn.MultiheadAttention) and not module.batch_first
