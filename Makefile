@@ -42,6 +42,7 @@ docs: $(VENV)/.dev ## the documentation site in site/, strict: no broken links
 pictures: $(VENV)/.dev ## draw the pictures of docs/ that are made from the code
 	$(BIN)/python tools/rooms.py --draw
 	$(BIN)/python tools/method_pictures.py
+	$(BIN)/python tools/valley_picture.py
 
 interface: $(VENV)/.dev ## write tests/public_interface.txt anew, after a change that is meant
 	$(BIN)/python tools/public_interface.py
