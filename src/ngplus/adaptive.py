@@ -23,6 +23,7 @@ NOISE = 100.0  # a second moment below this many roundings of the layer's mean o
 
 def carry_moments(state: State, new: Sequence[Tensor], carry: bool) -> None:
     """Turns the moments in the state from the old basis into a new one, or drops them."""
+    clear(state, "floor")
     old = read(state, "basis")
     if not carry or old is None or not _same_shapes(old, new):
         clear(state, "exp_avg", "exp_avg_sq")
@@ -49,23 +50,29 @@ def steps(works: Sequence[tuple[State, list[Tensor]]], group: Group) -> list[lis
     gradients = [g for _, stacks in works for g in stacks]
     turned = [_into(q, g) for q, g in zip(bases, gradients, strict=True)]
     parts = _split_like(turned, works)
-    first, second, counts = [], [], []
+    first: list[Tensor] = []
+    second: list[Tensor] = []
+    counts: list[int] = []
+    starts: list[int] = []
     for (state, stacks), own in zip(works, parts, strict=True):
+        starts.append(len(first))
         moments = _moments(state, own, group)
         first += moments[0]
         second += moments[1]
         counts += [int(state["adam_step"])] * len(stacks)
     torch._foreach_mul_(second, beta2)
     torch._foreach_addcmul_(second, turned, turned, 1 - beta2)
-    torch._foreach_mul_(first, beta1)
-    torch._foreach_add_(first, turned, alpha=1 - beta1)
-    ahead = first
-    if group["nesterov"]:
-        ahead = list(torch._foreach_mul(first, beta1))
-        torch._foreach_add_(ahead, turned, alpha=1 - beta1)
-    denominators = _roots(second, [1 - beta2**count for count in counts], [len(own) for own in parts], group["eps"])
+    torch._foreach_lerp_(first, turned, 1 - beta1)
+    ahead = list(torch._foreach_lerp(first, turned, 1 - beta1)) if group["nesterov"] else first
+    floors = []
+    for (state, stacks), start in zip(works, starts, strict=True):
+        floors += [_floor(state, second[start : start + len(stacks)], group)] * len(stacks)
+    # With c = 1 - beta2^t: m / (sqrt(v / c) + floor) = sqrt(c) m / (sqrt(v) + sqrt(c) floor), in as few passes as can.
+    roots = [(1 - beta2**count) ** 0.5 for count in counts]
+    denominators = list(torch._foreach_sqrt(second))
+    torch._foreach_add_(denominators, torch._foreach_mul(torch._foreach_add(floors, group["eps"]), roots))
     out = list(torch._foreach_div(ahead, denominators))
-    torch._foreach_mul_(out, [1 / (1 - beta1**count) for count in counts])
+    torch._foreach_mul_(out, [root / (1 - beta1**count) for root, count in zip(roots, counts, strict=True)])
     return _split_like([_out_of(q, s) for q, s in zip(bases, out, strict=True)], works)
 
 
@@ -78,7 +85,7 @@ def sparse_steps(state: State, stacks: list[Tensor], group: Group) -> list[Tenso
     second = read(state, "exp_avg_sq")
     if group["step"] == 0 or not _same_shapes(second, squares):
         second = [torch.zeros_like(s) for s in squares]
-        clear(state, "exp_avg")
+        clear(state, "exp_avg", "floor")
         write(state, "exp_avg_sq", second)
         state["adam_step"] = 0
     assert second is not None
@@ -86,7 +93,8 @@ def sparse_steps(state: State, stacks: list[Tensor], group: Group) -> list[Tenso
     torch._foreach_mul_(second, beta2)
     torch._foreach_add_(second, squares, alpha=1 - beta2)
     correction = 1 - beta2 ** state["adam_step"]
-    roots = _roots(second, [correction] * len(second), [len(second)], group["eps"])
+    floor = _floor(state, second, group) + group["eps"]
+    roots = [(v / correction).sqrt() + floor for v in second]
     return [_out_of(q, t / r) for q, t, r in zip(bases, turned, roots, strict=True)]
 
 
@@ -97,6 +105,7 @@ def _moments(state: State, turned: list[Tensor], group: Group) -> tuple[list[Ten
         first, second = [torch.zeros_like(t) for t in turned], [torch.zeros_like(t) for t in turned]
         write(state, "exp_avg", first)
         write(state, "exp_avg_sq", second)
+        clear(state, "floor")
         state["adam_step"] = 0
     assert first is not None
     assert second is not None
@@ -104,23 +113,15 @@ def _moments(state: State, turned: list[Tensor], group: Group) -> tuple[list[Ten
     return first, second
 
 
-def _roots(second: list[Tensor], corrections: list[float], stacks: list[int], eps: float) -> list[Tensor]:
-    """sqrt(v / correction) and a floor: where a direction has no gradient but rounding, it keeps Adam from blowing the
-    rounding up to a full step. The floor is relative to the mean of a matrix, all ``stacks`` of its blocks together."""
-    roots = list(torch._foreach_div(second, corrections))
-    sums = torch._foreach_norm(roots, 1)  # of what is not negative: the sum
-    torch._foreach_sqrt_(roots)
-    start = 0
-    floors: list[Tensor] = []
-    for count in stacks:
-        own = slice(start, start + count)
-        size = sum(r.numel() for r in roots[own])
-        mean = sums[start] if count == 1 else torch.stack(sums[own]).sum()
-        floors += [(mean / size).sqrt()] * count
-        start += count
-    scale = NOISE * torch.finfo(roots[0].dtype).eps
-    torch._foreach_add_(roots, torch._foreach_add(torch._foreach_mul(floors, scale), eps))
-    return roots
+def _floor(state: State, second: Sequence[Tensor], group: Group) -> Tensor:
+    """What is added to the roots: where a direction has no gradient but rounding, it keeps Adam from blowing the
+    rounding up to a full step. It is relative to the mean of the matrix's second moments, taken at each refresh."""
+    if "floor" not in state:
+        correction = 1 - group["beta2"] ** state["adam_step"]
+        mean = torch.stack([v.sum() for v in second]).sum() / (correction * sum(v.numel() for v in second))
+        state["floor"] = NOISE * torch.finfo(mean.dtype).eps * mean.sqrt()
+    floor: Tensor = state["floor"]
+    return floor
 
 
 Bases = tuple[Tensor, Tensor | None]  # of the curved side, and of the other one where that is curved, too

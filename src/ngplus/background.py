@@ -33,6 +33,11 @@ class Background:
         self._started: dict[int, _Started] = {}
         self._thread: ThreadPoolExecutor | None = None
 
+    @property
+    def busy(self) -> bool:
+        """Is there any job whose result has not been taken?"""
+        return bool(self._started)
+
     def start(self, key: int, step: int, device: torch.device, job: Job) -> None:
         """Begins a job."""
         if self._thread is None:

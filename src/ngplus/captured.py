@@ -150,6 +150,7 @@ class CapturedOptimizer(Optimizer):
         self._of_param: dict[nn.Parameter, Group] = {p: group for group in self.param_groups for p in group["params"]}
         # Empty parameters have no matrix and no step.
         self._matrices, uses = collect(self._model, {p: name for p, name in names.items() if p.numel() > 0})
+        self._of_matrix = {id(matrix): self._of_param[matrix.params[0]] for matrix in self._matrices}
         self._teams: list[Team] = list(shards_of(self._matrices, self._model, self._of_param))
         self._team_of = {id(matrix): team for team in self._teams for matrix in team.matrices}
         self._gathering = Gathering(self._matrices, self._of_param, self._gathers)
@@ -390,7 +391,7 @@ class CapturedOptimizer(Optimizer):
 
     def _group(self, matrix: ParameterMatrix) -> Group:
         """A matrix goes by the options of its first parameter's group."""
-        return self._of_param[matrix.params[0]]
+        return self._of_matrix[id(matrix)]
 
     def _advance(self) -> None:
         """k <- k + 1, and the capture armed for the matrices that are due in the next step."""
@@ -488,6 +489,7 @@ class CapturedOptimizer(Optimizer):
             for key in self._option_names:  # options that are newer than the checkpoint
                 group.setdefault(key, self.defaults[key])
         self._of_param.update({param: group for group in self.param_groups for param in group["params"]})
+        self._of_matrix = {id(matrix): self._of_param[matrix.params[0]] for matrix in self._matrices}
         for team in self._teams:
             for matrix in filter(team.owns, team.matrices):
                 held = self.state.get(matrix.params[0], {})

@@ -57,6 +57,7 @@ class ParameterMatrix:
         if present == getattr(self, "_present", None):
             return False
         self._present, self.active = present, active
+        self._cuts: dict[tuple[str, int | None], Cut] = {}
         chosen = [i for i, on in enumerate(active) if on] or range(len(active))
         self.parts = list(chosen)
         self.layout = Layout(
@@ -99,8 +100,11 @@ class ParameterMatrix:
         return Cut.of(self.groups, d, block_size)
 
     def cut_of(self, group: Mapping[str, Any]) -> Cut:
-        """The same, by the options of a parameter group."""
-        return self.cut(self.side(group["side"]), group["block_size"], group["side"] == "both")
+        """The same, by the options of a parameter group. Asked for several times a step, so it is kept."""
+        key = (group["side"], group["block_size"])
+        if key not in self._cuts:
+            self._cuts[key] = self.cut(self.side(key[0]), key[1], key[0] == "both")
+        return self._cuts[key]
 
 
 @dataclass

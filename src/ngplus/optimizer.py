@@ -265,6 +265,8 @@ class NGPlus(CapturedOptimizer):
 
     def _take_up_solved(self, work: Work) -> None:
         """What the background has solved for this matrix, if it is there and its time has come."""
+        if not self._background.busy:
+            return
         delay: int | None = None if work.group["background"] is True else int(work.group["background"])
         if self._due(work.matrix):
             delay = 0  # the next refresh has come: what the last one brought is waited for
@@ -282,8 +284,11 @@ class NGPlus(CapturedOptimizer):
         curvatures.install(state, new)
 
     def _due(self, matrix: ParameterMatrix) -> bool:
-        group, held = self._group(matrix), self.state.get(matrix.params[0], {})
-        if group["drift"] is None or "refresh_at" not in held:
+        group = self._group(matrix)
+        if group["drift"] is None:
+            return super()._due(matrix)
+        held = self.state.get(matrix.params[0], {})
+        if "refresh_at" not in held:
             return super()._due(matrix)
         return group["step"] >= held["refresh_at"] or not self._fitted(matrix)
 
@@ -294,6 +299,8 @@ class NGPlus(CapturedOptimizer):
     def _schedule_refreshes(self) -> None:
         """With ``drift``: a layer whose curvature moved less (or more) than that since its last refresh waits up to
         twice as long (or half as long) for the next one; never less than T steps, never more than 16 T."""
+        if all(group["drift"] is None for group in self.param_groups):
+            return
         due = [m for m in self._matrices if self._group(m)["drift"] is not None and self._due(m)]
         moved = [m for m in due if id(m) in self._drifts]
         values = torch.stack([self._drifts[id(m)] for m in moved]).tolist() if moved else []
