@@ -54,6 +54,7 @@ ROOMS = (
             "gathering",
             "gradients",
             "health",
+            "layout",
             "loads",
             "notices",
             "optimizer",

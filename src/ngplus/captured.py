@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from ngplus import options
+from ngplus import layout, options
 from ngplus.calls import BatchDims
 from ngplus.curvature import Gathered, Group, State
 from ngplus.faults import Trouble, keep_last_good, look, norms_of, zero_where
@@ -69,7 +69,7 @@ class CapturedOptimizer(Optimizer):
         if distribution not in DISTRIBUTIONS:
             raise ValueError(f"Invalid distribution: {distribution!r} (one of {', '.join(map(repr, DISTRIBUTIONS))})")
         self._distribution = distribution
-        defaults = {**defaults, "step": 0}
+        defaults = {**defaults, "step": 0, "state_version": layout.VERSION}
         self._check(defaults)
         self._option_names = tuple(defaults)
         if isinstance(params, nn.Module):
@@ -470,9 +470,18 @@ class CapturedOptimizer(Optimizer):
     # ---------------------------------------------------------------------------------------------- state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch.optim, but curvature keeps its own precision whatever the parameters' dtype."""
+        """As in torch.optim, but curvature keeps its own precision whatever the parameters' dtype.
+
+        What is damaged, of another optimizer or of a later layout raises a ValueError, and nothing is changed.
+        """
         seen: list[dict[str, Any]] = []  # what is loaded, after the user's own hooks
-        handle = self.register_load_state_dict_pre_hook(lambda _, given: seen.append(given))
+
+        def check(_: Optimizer, given: dict[str, Any]) -> None:
+            own = [group["params"] for group in self.param_groups]
+            layout.check(given, own, type(self).__name__, lambda group: self._check({**self.defaults, **group}))
+            seen.append(given)
+
+        handle = self.register_load_state_dict_pre_hook(check)
         try:
             super().load_state_dict(state_dict)
         finally:

@@ -1,9 +1,9 @@
-"""Random configurations: models, options, data and faults in them. Every outcome is a right result or a documented error.
+"""Random configurations of models, options, data and faults: each outcome is a right result or a documented error.
 
     python tools/reliability/configurations.py --examples 10000
 
-Right means: every parameter is finite, and a run that is saved after two steps, loaded (``weights_only``) into a new model
-and optimizer and gone on with ends in the same bits as the run that was not.
+Right means: every parameter is finite, and a run that is saved after two steps, loaded (``weights_only``) into a new
+model and optimizer and gone on with ends in the same bits as the run that was not.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def steps(model: nn.Module, optimizer: Any, case: dict[str, Any], which: range, 
 
 
 def outcome(case: dict[str, Any]) -> str:
-    """"right" or "refused"; AssertionError for anything else."""
+    """ "right" or "refused"; AssertionError for anything else."""
     dtype = torch.float64 if case["double"] else torch.float32
     torch.manual_seed(0)
     model = MODELS[case["model"]]().to(dtype)

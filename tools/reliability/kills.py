@@ -3,12 +3,14 @@
     python tools/reliability/kills.py --kills 100
 
 Every kill is a run of its own, with a checkpoint after each step, so that many kills hit the writing of one. What is
-left behind is resumed to the end and compared with a run that nobody killed: parameters, the optimizer's state, the curve.
+left behind is resumed to the end and compared with a run that nobody killed: parameters, the optimizer's state and the
+curve.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -35,7 +37,9 @@ class Small(Task):
     """A regression with dropout, so that random numbers matter."""
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Dropout(0.2), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+        return nn.Sequential(
+            nn.Linear(6, 64), nn.Tanh(), nn.Dropout(0.2), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+        )
 
     def batch(self, seed: int, step: int) -> Tensor:
         return torch.randn(16, 6, generator=torch.Generator().manual_seed(1000 * seed + step))
@@ -100,10 +104,8 @@ def wait_for(path: Path, times: int, seconds: float) -> None:
     seen: set[int] = set()
     end = time.monotonic() + seconds
     while len(seen) < times and time.monotonic() < end:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             seen.add(path.stat().st_mtime_ns)
-        except FileNotFoundError:
-            pass
         time.sleep(0.0005)
 
 

@@ -10,6 +10,7 @@ writes. ``batch_size`` is that of one process.
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import math
@@ -18,6 +19,7 @@ import signal
 import threading
 import time
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
@@ -170,21 +172,31 @@ class _Session:
     def _load(self, path: Path) -> None:
         """Everything is read and checked before anything is changed."""
         try:
-            held = torch.load(path, map_location="cpu", weights_only=True)
+            raw = io.BytesIO(path.read_bytes())
+            with zipfile.ZipFile(raw) as archive:  # torch.load does not look at the sums that torch.save has written
+                if (damaged := archive.testzip()) is not None:
+                    raise ValueError(f"the check sum of {damaged} is wrong")
+            raw.seek(0)
+            held = torch.load(raw, map_location="cpu", weights_only=True)
         except Exception as error:  # torch.load raises what it likes for a file that is none of its own
             raise RunError(f"{path} is damaged, or not a checkpoint: {error}") from error
         if not isinstance(held, dict) or held.get("format") != FORMAT:
             raise RunError(f"{path} is not a checkpoint in format {FORMAT}")
-        if difference := self.config.difference(Config.from_dict(held["config"], path)):
+        if difference := self.config.difference(Config.from_dict(held.get("config"), path)):
             raise RunError(f"{path} belongs to another run: {difference}")
+        before = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
         try:
+            step, seconds = int(held["step"]), float(held["seconds"])
+            loss_sum, loss_count = float(held["loss_sum"]), int(held["loss_count"])
+            state_bytes = optimizers.state_bytes(held["optimizer"])
             self.model.load_state_dict(held["model"])
             self.optimizer.load_state_dict(held["optimizer"])
-            self.step, self.seconds = int(held["step"]), float(held["seconds"])
-            self.loss_sum, self.loss_count = float(held["loss_sum"]), int(held["loss_count"])
-            self.state_bytes = optimizers.state_bytes(held["optimizer"])
-        except (KeyError, ValueError, RuntimeError, TypeError) as error:
+        except (KeyError, ValueError, RuntimeError, TypeError, AttributeError, IndexError) as error:
+            self.model.load_state_dict(before[0])
+            self.optimizer.load_state_dict(before[1])
             raise RunError(f"{path} does not fit this run: {error}") from error
+        self.step, self.seconds, self.state_bytes = step, seconds, state_bytes
+        self.loss_sum, self.loss_count = loss_sum, loss_count
 
     def close(self) -> None:
         if self.events is not None:

@@ -63,9 +63,18 @@ class Folder:
             raise
         except FileNotFoundError as error:
             raise self.missing(str(path)) from error
-        except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, SyntaxError, AttributeError) as error:
+        except (
+            OSError,
+            EOFError,
+            ValueError,
+            LookupError,
+            TypeError,
+            ArithmeticError,
+            SyntaxError,
+            AttributeError,
+        ) as error:
             raise self.damaged(path, f"{type(error).__name__}: {error}") from error
-        except (zlib.error, zipfile.BadZipFile, MemoryError, RecursionError) as error:
+        except (zlib.error, zipfile.BadZipFile, MemoryError, RecursionError, RuntimeError, SystemError) as error:
             raise self.damaged(path, f"{type(error).__name__}: {error}") from error
 
     def damaged(self, path: Path, reason: str) -> DataError:

@@ -1,0 +1,81 @@
+"""The state of an optimizer on disk: the version of its layout, and whether a state_dict is fit to be loaded.
+
+======= =========================================================================================================
+version layout
+======= =========================================================================================================
+0       before there were versions: groups have no ``state_version``. Loads; options that are newer get their default
+1       ``state_version`` in each group
+======= =========================================================================================================
+
+On the way from gradient to step: beside it, at ``load_state_dict``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ngplus.dtensor import local
+
+VERSION = 1
+NEEDED = ("lr", "damping", "update_every", "step")  # in the groups of NG+ and its rivals, and in no other optimizer's
+
+
+def check(
+    given: Any, params: Sequence[Sequence[Tensor]], whose: str, check_options: Callable[[Mapping[str, Any]], None]
+) -> None:
+    """ValueError, before anything is changed, for what is not a state_dict of this kind of optimizer and model.
+
+    ``params`` are the parameters of each group, ``check_options`` refuses options that make no sense.
+    """
+    groups, state = _parts(given, whose)
+    if [len(group["params"]) for group in groups] != [len(own) for own in params]:
+        raise ValueError(
+            f"The state_dict has {[len(group['params']) for group in groups]} parameters in its groups, "
+            f"this {whose} has {[len(own) for own in params]}"
+        )
+    for group in groups:
+        missing = [key for key in NEEDED if key not in group]
+        if missing:
+            raise ValueError(f"The state_dict is not of {whose}: its groups have no {', '.join(missing)}")
+        version = group.get("state_version", 0)
+        if not isinstance(version, int) or not 0 <= version <= VERSION:
+            raise ValueError(
+                f"The state_dict has layout {version!r}, and this ngplus reads layouts 0 to {VERSION}: "
+                "load it with the version of ngplus that has written it, or a newer one"
+            )
+        if not isinstance(group["step"], int) or group["step"] < 0:
+            raise ValueError(f"The state_dict is damaged: step={group['step']!r}")
+        check_options(group)
+    by_id = dict(zip([i for group in groups for i in group["params"]], [p for own in params for p in own], strict=True))
+    for i, entries in state.items():
+        if i in by_id:
+            _check_entries(i, entries, by_id[i])
+
+
+def _parts(given: Any, whose: str) -> tuple[list[dict[str, Any]], Mapping[Any, Any]]:
+    groups = given.get("param_groups") if isinstance(given, Mapping) else None
+    state = given.get("state") if isinstance(given, Mapping) else None
+    fit = isinstance(state, Mapping) and isinstance(groups, list | tuple)
+    if not fit or not all(isinstance(g, Mapping) and isinstance(g.get("params"), list | tuple) for g in groups or ()):
+        raise ValueError(f"This is not the state_dict of an optimizer, and so none of {whose}")
+    assert isinstance(state, Mapping)
+    return list(groups or ()), state
+
+
+def _check_entries(i: Any, entries: Any, param: Tensor) -> None:
+    if not isinstance(entries, Mapping) or not all(isinstance(key, str) for key in entries):
+        raise ValueError(f"The state_dict is damaged: the state of parameter {i} is no dict of names")
+    for key, value in entries.items():
+        if isinstance(value, Tensor):
+            if key == "momentum_buffer" and value.shape != param.shape:
+                raise ValueError(
+                    f"The state_dict does not fit the model: {key} of parameter {i} is {tuple(value.shape)}, "
+                    f"the parameter {tuple(param.shape)}"
+                )
+            if value.is_floating_point() and not bool(local(value).isfinite().all()):
+                raise ValueError(f"The state_dict is damaged: {key} of parameter {i} is not finite")
+        elif not isinstance(value, int | float | Mapping):
+            raise ValueError(f"The state_dict is damaged: {key} of parameter {i} is a {type(value).__name__}")

@@ -1,0 +1,53 @@
+"""Short runs of tools/reliability; docs/reliability.md has the long ones."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("tensorboard")
+pytest.importorskip("typer")
+TOOLS = Path(__file__).resolve().parents[2] / "tools" / "reliability"
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> object:
+    def load(name: str) -> ModuleType:
+        monkeypatch.syspath_prepend(str(TOOLS))
+        for module in ("kills", "load", "configurations", "files"):
+            sys.modules.pop(module, None)
+        return importlib.import_module(name)
+
+    return load
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="forks")
+@pytest.mark.parametrize("optimizer", ["ngplus", "ngplus-paper"])
+def test_killed_runs_end_as_if_nobody_had_killed_them(tool: object, tmp_path: Path, optimizer: str) -> None:
+    found = tool("kills").kill_many(4, 0, tmp_path, optimizer)  # type: ignore[operator]
+    assert found["kills"] == 4
+    assert found["different"] == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_memory_and_handles_stay_flat(tool: object) -> None:
+    load = tool("load")  # type: ignore[operator]
+    rows = load.train(600, parts=3)
+    assert load.growth(rows) < 0.01
+    assert rows[-1]["handles"] <= rows[0]["handles"]
+
+
+def test_random_configurations_are_right_or_refused(tool: object) -> None:
+    seen = tool("configurations").try_many(150)  # type: ignore[operator]
+    assert sum(seen.values()) >= 150
+    assert seen["right"] > 20
+
+
+def test_mutated_files_are_read_or_refused(tool: object, tmp_path: Path) -> None:
+    seen = tool("files").try_many(400, 1, tmp_path)  # type: ignore[operator]
+    assert sum(seen.values()) == 400
+    assert seen["checkpoint.pt refused"] > 30
