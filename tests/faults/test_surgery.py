@@ -1,0 +1,273 @@
+"""Model surgery after construction: what is replaced, cast, tied, copied or deleted, and who is kept alive by whom."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ngplus
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 3) -> None:
+    for k in range(steps):
+        like = next(model.parameters())
+        x = torch.randn(8, 5, generator=torch.Generator().manual_seed(k)).to(like)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def finite(model: nn.Module) -> bool:
+    return all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@pytest.mark.parametrize("scaling", ["adaptive", "inverse"])
+def test_a_replaced_parameter_stays_out_until_it_is_added(scaling: str) -> None:
+    """As in torch.optim: the optimizer has the old one, and goes on with the rest."""
+    model = net()
+    optimizer = ngplus.NGPlus(model, lr=0.01, update_every=2, scaling=scaling)
+    train(model, optimizer)
+    model[2].weight = nn.Parameter(torch.randn(3, 6))
+    before = model[2].weight.detach().clone()
+    first = model[0].weight.detach().clone()
+    train(model, optimizer)
+    assert torch.equal(before, model[2].weight)
+    assert not torch.equal(first, model[0].weight)
+    optimizer.add_param_group({"params": [model[2].weight]})
+    train(model, optimizer)
+    assert not torch.equal(before, model[2].weight)
+    assert finite(model)
+
+
+def test_a_layer_added_and_one_removed() -> None:
+    model = net()
+    optimizer = ngplus.NGPlus(model, lr=0.01, update_every=2)
+    train(model, optimizer)
+    model.append(nn.Linear(3, 2))
+    optimizer.add_param_group({"params": list(model[3].parameters())})
+    before = model[3].weight.detach().clone()
+    train(model, optimizer)
+    assert not torch.equal(before, model[3].weight)
+    del model[3]
+    train(model, optimizer)  # its parameters have no gradient any more
+    assert finite(model)
+    assert optimizer.plan()["3.weight" if "3.weight" in str(optimizer.plan()) else 0] is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scaling", ["adaptive", "inverse"])
+def test_a_cast_between_refreshes(dtype: torch.dtype, scaling: str) -> None:
+    model = net()
+    optimizer = ngplus.NGPlus(model, lr=0.01, update_every=100, scaling=scaling, momentum=0.0)
+    train(model, optimizer)
+    model.to(dtype)
+    before = model[0].weight.detach().clone()
+    train(model, optimizer)
+    assert finite(model)
+    assert model[0].weight.dtype == dtype
+    assert not torch.equal(before, model[0].weight)
+
+
+def test_weights_tied_and_untied() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Tanh(), nn.Linear(5, 5, bias=False))
+    optimizer = ngplus.NGPlus(model, lr=0.01, update_every=2)
+    train(model, optimizer)
+    own = model[2].weight
+    model[2].weight = model[0].weight  # tied: the second use has a gradient that no watched use of its own brings
+    train(model, optimizer)
+    assert finite(model)
+    model[2].weight = own
+    train(model, optimizer)
+    assert finite(model)
+
+
+def test_copies_are_a_pair_of_their_own() -> None:
+    model = net()
+    optimizer = ngplus.NGPlus(model, lr=0.01, update_every=2)
+    train(model, optimizer)
+    other, its_optimizer = copy.deepcopy((model, optimizer))
+    train(model, optimizer)
+    train(other, its_optimizer)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    alone = copy.deepcopy(model)
+    alone(torch.randn(2, 5)).sum().backward()  # a copy of the model alone carries no live hooks
+    assert optimizer.health() == its_optimizer.health() or its_optimizer.health().good
+
+
+def test_two_optimizers_on_one_model_do_not_see_each_other() -> None:
+    """Each on half of the parameters: as one optimizer with two groups."""
+    one, two = net(), net()
+    together = ngplus.NGPlus([{"params": one[0].parameters()}, {"params": one[2].parameters()}], 0.01, model=one)
+    first = ngplus.NGPlus(two[0].parameters(), 0.01, model=two)
+    second = ngplus.NGPlus(two[2].parameters(), 0.01, model=two)
+
+    class Both:
+        def zero_grad(self) -> None:
+            first.zero_grad()
+            second.zero_grad()
+
+        def step(self) -> None:
+            first.step()
+            second.step()
+
+    train(one, together, 12)
+    train(two, Both(), 12)
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("options", [{}, {"background": 1}, {"curvature": "momentum"}], ids=str)
+def test_nothing_keeps_model_or_optimizer_alive(options: dict[str, Any]) -> None:
+    model = net()
+    optimizer = ngplus.NGPlus(model, lr=0.01, update_every=2, **options)
+    train(model, optimizer)
+    alive = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert alive() is None
+    assert hooks(model) == 0
+    kept = weakref.ref(model)
+    del model
+    gc.collect()
+    assert kept() is None
+
+
+def test_threads_that_share_a_model() -> None:
+    """Other threads call the model without gradients while one trains it: the curvature is that of training alone."""
+    model, quiet = net(), net()
+    optimizer, alone = (ngplus.NGPlus(m, lr=0.01, update_every=1, scaling="inverse") for m in (model, quiet))
+    stop, errors = threading.Event(), []
+
+    def look() -> None:
+        try:
+            while not stop.is_set():
+                with torch.no_grad():
+                    model(torch.randn(4, 5))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        train(model, optimizer, 20)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    train(quiet, alone, 20)
+    assert not errors
+    for a, b in zip(model.parameters(), quiet.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+# ------------------------------------------------------------------------------------------------ size
+
+
+def test_ten_thousand_parameter_tensors() -> None:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(2, 2)) for _ in range(10_000)]
+    optimizer = ngplus.NGPlus(params, lr=0.01, curvature="batch", update_every=2)
+    before = [p.detach().clone() for p in params]
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    assert all(bool(p.isfinite().all()) and not torch.equal(p, b) for p, b in zip(params, before, strict=True))
+    assert len(optimizer.plan()) == 10_000
+
+
+@pytest.mark.parametrize("scaling", ["adaptive", "inverse"])
+def test_a_weight_of_50000_by_8(scaling: str) -> None:
+    """The right side: 8 x 8, and nothing of 50,000 x 50,000 is ever made."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 50_000)
+    optimizer = ngplus.NGPlus(model, lr=0.01, scaling=scaling)
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    row = optimizer.plan()["weight"]
+    assert (row.side, row.shape) == ("right", (50_000, 9))
+    assert row.state_bytes < 3 * 50_000 * 9 * 4 + 10_000
+    assert finite(model)
+
+
+def test_a_layer_of_100_million_parameters_is_planned_before_anything_is_allocated() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(10_000, 10_000, bias=False)
+    plan = ngplus.NGPlus(model).plan(batch_size=32)
+    assert plan.state_bytes == 4 * (10_000**2 + 10_000 + 2 * 10_000**2)  # the basis, its spectrum, two moments
+    blocks = ngplus.NGPlus(model, scaling="inverse", solver="dense", block_size=100).plan(batch_size=32)
+    assert blocks.state_bytes == 4 * 100 * 100**2
+
+
+# ------------------------------------------------------------------------------------------------ determinism
+
+
+@pytest.mark.parametrize("options", [{}, {"samples": 4, "sketch": 3, "scaling": "inverse"}, {"curvature": "batch"}],
+                         ids=str)  # fmt: skip
+def test_same_seed_same_bits_with_deterministic_algorithms(options: dict[str, Any]) -> None:
+    """Also across a resume; torch.use_deterministic_algorithms(True) refuses no operation."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.conv = nn.Embedding(11, 4), nn.Conv1d(4, 4, 3, groups=2, padding=1)
+            self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
+
+        def forward(self, index: Tensor) -> Tensor:
+            return self.head(self.norm(self.conv(self.table(index).mT).mT))
+
+    def run(break_at: int | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Mixed()
+        optimizer = ngplus.NGPlus(model, lr=0.01, update_every=2, **options)
+        for k in range(6):
+            if k == break_at:
+                held = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+                model = Mixed()
+                optimizer = ngplus.NGPlus(model, lr=0.01, update_every=2, **options)
+                model.load_state_dict(held[0])
+                optimizer.load_state_dict(held[1])
+            index = torch.randint(0, 11, (8, 5), generator=torch.Generator().manual_seed(k))
+            optimizer.zero_grad()
+            model(index).square().mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = [run(None), run(None), run(2), run(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_no_file_is_left_open() -> None:
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("reads /proc")
+    model = net()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        train(model, ngplus.NGPlus(model, lr=0.01))
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
