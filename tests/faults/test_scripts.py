@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -51,3 +53,43 @@ def test_mutated_files_are_read_or_refused(tool: object, tmp_path: Path) -> None
     seen = tool("files").try_many(400, 1, tmp_path)  # type: ignore[operator]
     assert sum(seen.values()) == 400
     assert seen["checkpoint.pt refused"] > 30
+
+
+TORCHRUN = """
+import os, signal, sys
+sys.path.insert(0, {tools!r})
+from dataclasses import replace
+from pathlib import Path
+from kills import Small, config
+from ngplus.lab import training
+
+class Deadly(Small):
+    def batch(self, seed, step):
+        # batch numbers count both ranks: rank 1 dies in step 7, the first time that the job gets there
+        if {kill} and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1" and step == 15:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().batch(seed, step)
+
+made = replace(config("ngplus"), processes=2, steps=12)
+training.run(made, Deadly(), Path({folder!r}), resume=True, checkpoint_every=2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
+def test_a_rank_killed_under_torchrun_goes_on_from_the_last_checkpoint(tool: object, tmp_path: Path) -> None:
+    kills = tool("kills")  # type: ignore[operator]
+    for name, kill in (("whole", False), ("killed", True)):
+        script = tmp_path / f"{name}.py"
+        script.write_text(TORCHRUN.format(tools=str(TOOLS), folder=str(tmp_path / name), kill=kill))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        done = subprocess.run(
+            [*command, "--max-restarts", "1", str(script)],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+        assert ("Signal 9" in done.stderr) == kill
+    assert kills.same(kills.ending(tmp_path / "killed"), kills.ending(tmp_path / "whole"))
