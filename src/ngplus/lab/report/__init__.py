@@ -66,7 +66,8 @@ def report(
                 collection.write(as_json, found)
                 written.append(as_json)
             if summary is not None:
-                written += _summary(summary, sections, clocked)
+                ended = [run for run in found if run.result is not None and run.result.ended]
+                written += _summary(summary, groups(ended), clocked)
         except OSError as error:
             raise RunError(f"The report cannot be written: {error}") from error
         names = ", ".join(shared.shown(str(path)) for path in written)
@@ -102,7 +103,7 @@ def _summary(page: Path, sections: Sequence[Section], timed: Sequence[Run]) -> l
     for section in sections:
         name = "".join(c if c.isalnum() else "-" for c in f"{section.workload}-{section.preset}")
         collection.write(folder / "steps" / f"{name}.json", [collection.thinned(run) for run in section.runs])
-        write_atomically(folder / f"{name}.png", draw(section, times=False))
+        write_atomically(folder / f"{name}.png", draw(section, brief=True, times=False))
         pictures[section.workload, section.preset] = f"{folder.name}/{name}.png"
     if timed:
         collection.write(folder / "timed.json", [collection.thinned(run) for run in timed])

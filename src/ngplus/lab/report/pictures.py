@@ -39,12 +39,13 @@ def draw(section: Section, ground: Ground = LIGHT, brief: bool = False, times: b
 
     charts = [chart for chart in section.charts if times or chart.x_label == "steps"]
     charts = charts[: 2 if times else 1] if brief else charts
-    rows = max(1, (len(charts) + 1) // 2)
+    columns = max(1, min(2, len(charts)))
+    rows = max(1, (len(charts) + 1) // columns) if columns > 1 else 1
     figure = Figure(figsize=(10, 3.3 * rows + 0.6), dpi=120, layout="constrained", facecolor=ground.back)
     FigureCanvasAgg(figure)
     lines: dict[str, Any] = {}
     for number, chart in enumerate(charts, start=1):
-        _chart(figure.add_subplot(rows, 2, number), chart, lines, ground)
+        _chart(figure.add_subplot(rows, columns, number), chart, lines, ground)
     names = [name for name in section.places if name in lines]
     if names:
         legend = figure.legend(

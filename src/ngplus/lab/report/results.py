@@ -16,7 +16,7 @@ RULE = f"""\
 NG+ is `{OURS}`, with its defaults and a tuned learning rate. It is compared with the best rival of each workload: the
 one that gets to the target with most of its seeds, and among those in the fewest steps (or in the least time, where
 that is the question). NG+ **wins** or **loses** where it gets there with more or fewer of its seeds, or, with as many,
-by the mean. A difference of at most {TIE:.0%}, or of one look at the validation set, is a **tie**."""
+by the mean. A difference of at most {100 * TIE:.0f} %, or of one look at the validation set, is a **tie**."""
 
 
 def markdown(
@@ -79,14 +79,17 @@ def _verdicts(sections: Sequence[Section], kind: str) -> list[str]:
             continue
         best = min(rivals, key=lambda row: _standing(row, kind))
         word = verdict(ours, best, kind)
-        found.get(word, []).append(_name(section))
+        found.setdefault(word, []).append(_name(section))
         mine, theirs = _mean(ours, kind), _mean(best, kind)
         ratio = f"{theirs / mine:.2f}" if mine and theirs else "–"
         lines.append((_name(section), _shown(ours, kind), f"{best.optimizer}, {_shown(best, kind)}", ratio, word))
     if not lines:
         return ["There is nothing to compare: no workload has both NG+ and a rival."]
-    sentence = ". ".join(f"NG+ {word} on {_listed(names, 'none')}" for word, names in found.items())
-    return [f"{sentence}.", _table(("workload", "NG+", "best rival", "rival / NG+", "NG+"), lines)]
+    said = {"neither gets there": "Neither gets there"}
+    sentence = ". ".join(
+        f"{said.get(word, f'NG+ {word}')} on {_listed(names, 'none')}" for word, names in found.items()
+    )
+    return [f"{sentence}.", _table(("workload", "NG+", "best rival", "rival / NG+", "verdict"), lines)]
 
 
 def verdict(ours: Row, theirs: Row, kind: str) -> str:
