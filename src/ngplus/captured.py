@@ -23,6 +23,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from ngplus import layout, options
 from ngplus.calls import BatchDims
 from ngplus.curvature import Gathered, Group, State
+from ngplus.dtensor import like
 from ngplus.faults import Trouble, keep_last_good, look, norms_of, zero_where
 from ngplus.gathering import Gathering
 from ngplus.gradients import agree, gradient_matrix, gradient_norms
@@ -253,7 +254,7 @@ class CapturedOptimizer(Optimizer):
             zero_where(bad, parts)
             self._ledger.note("steps", [self._names[p] for p in params], bad)
             for param, direction in directions.items():
-                param.grad = direction
+                param.grad = like(param, direction)
             self._advance()
         self._ledger.tell()
 

@@ -386,7 +386,7 @@ class NGPlus(CapturedOptimizer):
         """The side and the dense L or R of a parameter, by name or as it is.
 
         Exact until the next step; later, where only the inverse is kept, recovered from it, with the rounding of its
-        condition number.
+        condition number. On many ranks, where the owner alone keeps it, ask the owner: ``plan()`` names it.
 
         Examples:
             >>> model = nn.Linear(4, 2)
@@ -398,7 +398,12 @@ class NGPlus(CapturedOptimizer):
             ('left', (2, 2))
         """
         matrix = self._find(which)
-        group = self._group(matrix)
+        group, team = self._group(matrix), self._team(matrix)
+        if team is not None and not team.keeps(matrix):
+            raise RuntimeError(
+                f"The curvature of {matrix.name!r} is with its owner, number {team.owners[id(matrix)]} of the ranks "
+                "that share the work on it: ask there"
+            )
         state = self.state.get(matrix.params[0], {})
         dense = curvatures.dense_curvature(state, matrix, group, self._held.get(id(matrix)))
         return Curvature(matrix.side(group["side"]), dense[0] if matrix.groups == 1 else dense)

@@ -150,3 +150,54 @@ def test_a_rank_whose_module_got_no_samples(ranks: Callable[[int], Pool]) -> Non
     found = ranks(2).run(with_experts, True)
     assert_same_everywhere(found)
     assert_close(found[0], with_experts(0, 1, False))
+
+
+def with_preconditioner(rank: int, world: int, wrapped: bool) -> list[Tensor]:
+    net = convolutions()
+    if wrapped:
+        sharded(net)
+    preconditioner = ngplus.Preconditioner(net, damping=0.5, update_every=3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
+    for step in range(STEPS):
+        x, y = batch(step)
+        mine = share(len(x), rank, world, unequal=False)
+        optimizer.zero_grad()
+        squared(net(x[mine]), y[mine]).mean().backward()
+        preconditioner.step()
+        optimizer.step()
+    return [p.detach().full_tensor() if wrapped else p.detach() for p in net.parameters()]
+
+
+def test_the_preconditioner_gives_sharded_directions(ranks: Callable[[int], Pool]) -> None:
+    found = ranks(2).run(with_preconditioner, True)
+    assert_same_everywhere(found)
+    assert_close(found[0], with_preconditioner(0, 1, False))
+
+
+def ask_all(rank: int, world: int) -> list[Any]:
+    """For each matrix the owner, and L or what is said in its place."""
+    net = sharded(convolutions())
+    optimizer = ngplus.NGPlus(net, scaling="inverse")
+    x, y = batch(0)
+    squared(net(x), y).mean().backward()
+    optimizer.step()
+    answers: list[Any] = []
+    for row in optimizer.plan():
+        try:
+            answers.append([row.owner, optimizer.curvature(row.name).matrix])
+        except RuntimeError as error:
+            answers.append([row.owner, str(error)])
+    return answers
+
+
+def test_the_owner_has_the_curvature(ranks: Callable[[int], Pool]) -> None:
+    plain = convolutions()
+    optimizer = ngplus.NGPlus(plain, scaling="inverse")
+    x, y = batch(0)
+    squared(plain(x), y).mean().backward()
+    optimizer.step()
+    found = ranks(2).run(ask_all)
+    for k, row in enumerate(optimizer.plan()):
+        owner = found[0][k][0]
+        torch.testing.assert_close(found[owner][k][1], optimizer.curvature(row.name).matrix, rtol=1e-4, atol=1e-6)
+        assert f"with its owner, number {owner}" in found[1 - owner][k][1]
