@@ -79,7 +79,7 @@ BAD_OPTIONS = [
     *bad("sketch", {"size": 4, "kind": "magic"}, {"size": 4, "q": 2}, {"size": 4, "kind": None}),
     *bad("curvature", "samples", "", None, 1, "Sample"),
     *bad("scaling", "adam", None),
-    *bad("side", "both", None),
+    *bad("side", "up", None),
     *bad("solver", "cg", None),
     *bad("damping_mode", "auto", None),
     *bad("graft", "adamw", "", 1),
@@ -165,7 +165,7 @@ def test_unknown_argument(option: str) -> None:
 # A schedule changes the group after construction: the step that sees the value refuses it.
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("lr", math.nan), ("lr", -1.0), ("damping", math.nan), ("damping", -1.0), ("update_every", 0), ("side", "both")],
+    [("lr", math.nan), ("lr", -1.0), ("damping", math.nan), ("damping", -1.0), ("update_every", 0), ("side", "up")],
 )
 def test_bad_value_set_in_a_group_later(option: str, value: object) -> None:
     model = net()
