@@ -83,11 +83,15 @@ def test_two_ranks_equal_one_process(ranks: Callable[[int], Pool], case: Case) -
 
 
 @pytest.mark.parametrize("distribution", ["communication", "memory"])
-@pytest.mark.parametrize("unequal", [False, True])
-def test_four_ranks_equal_one_process(ranks: Callable[[int], Pool], distribution: str, unequal: bool) -> None:
-    found = ranks(4).run(train, Case("sample", distribution, unequal))
+@pytest.mark.parametrize(
+    ("name", "unequal"), [("sample", False), ("sample", True), ("momentum", True), ("adaptive", True)]
+)
+def test_four_ranks_equal_one_process(
+    ranks: Callable[[int], Pool], name: str, unequal: bool, distribution: str
+) -> None:
+    found = ranks(4).run(train, Case(name, distribution, unequal))
     assert_same_everywhere(found)
-    assert_close(found[0], alone("sample"))
+    assert_close(found[0], alone(name))
 
 
 class Sometimes(nn.Module):

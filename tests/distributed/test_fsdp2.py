@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -201,3 +202,28 @@ def test_the_owner_has_the_curvature(ranks: Callable[[int], Pool]) -> None:
         owner = found[0][k][0]
         torch.testing.assert_close(found[owner][k][1], optimizer.curvature(row.name).matrix, rtol=1e-4, atol=1e-6)
         assert f"with its owner, number {owner}" in found[1 - owner][k][1]
+
+
+def with_a_bad_part(rank: int, world: int) -> list[bool]:
+    """In the second step one rank's part of one gradient is not finite. Does each step change the parameters?"""
+    net = sharded(convolutions())
+    optimizer = ngplus.NGPlus(net, lr=LR, update_every=2)
+    changed = []
+    for step in range(4):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        squared(net(x), y).mean().backward()
+        if step == 1 and rank == world - 1:
+            net[5].weight.grad.to_local().fill_(float("nan"))
+        before = [p.detach().full_tensor() for p in net.parameters()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+        after = [p.detach().full_tensor() for p in net.parameters()]
+        assert all(p.isfinite().all() for p in after)
+        changed.append(not all(map(torch.equal, before, after)))
+    return changed
+
+
+def test_all_ranks_leave_out_a_step_that_one_cannot_make(ranks: Callable[[int], Pool]) -> None:
+    assert ranks(2).run(with_a_bad_part) == [[True, False, True, True]] * 2
