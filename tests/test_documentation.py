@@ -134,6 +134,31 @@ def test_python_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: py
             )
 
 
+def table(text: str, corner: str) -> dict[str, dict[str, str]]:
+    """The first Markdown table whose upper left cell is that: rows by their first cell, values by heading."""
+    lines = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    start = next(i for i, cells in enumerate(lines) if cells[0] == corner)
+    found: dict[str, dict[str, str]] = {}
+    for cells in lines[start + 2 :]:
+        if len(cells) != len(lines[start]):
+            break
+        found[cells[0]] = dict(zip(lines[start][1:], cells[1:], strict=True))
+    return found
+
+
+def test_the_readme_has_the_numbers_of_the_results() -> None:
+    shown = table((ROOT / "README.md").read_text(), "")
+    text = (ROOT / "docs" / "results.md").read_text()
+    measured = table(text[text.index("## Steps to the target, all optimizers") :], "optimizer")
+    rows = {label: row for label, row in shown.items() if "steps to" in label}
+    assert rows
+    for label, row in rows.items():
+        workload = label.partition(",")[0]
+        for name, value in row.items():
+            found = measured["ngplus" if name == "NG+" else name.lower()][workload]
+            assert value.replace(" seeds", "") == found, f"{label}, {name}: {value} in README.md, {found} in results.md"
+
+
 def test_pages_link_to_what_is_there() -> None:
     """The files and folders that pages name in links; mkdocs checks those inside docs/ again, with their anchors."""
     missing = []
