@@ -152,7 +152,10 @@ class CapturedOptimizer(Optimizer):
         # Empty parameters have no matrix and no step.
         self._matrices, uses = collect(self._model, {p: name for p, name in names.items() if p.numel() > 0})
         self._of_matrix = {id(matrix): self._of_param[matrix.params[0]] for matrix in self._matrices}
-        self._teams: list[Team] = list(shards_of(self._matrices, self._model, self._of_param))
+        # A matrix that has an owner keeps it: its curvature is there.
+        old: list[Team] = self.__dict__.get("_teams", [])
+        self._owners = {m.params[0]: team.owners[id(m)] for team in old for m in team.matrices}
+        self._teams: list[Team] = list(shards_of(self._matrices, self._model, self._of_param, self._owners))
         self._team_of = {id(matrix): team for team in self._teams for matrix in team.matrices}
         self._gathering = Gathering(self._matrices, self._of_param, self._gathers)
         self._find_replicas()
@@ -215,7 +218,7 @@ class CapturedOptimizer(Optimizer):
             return
         plain = [m for m in self._matrices if self._team(m) is None]
         if plain:
-            self._teams.append(Replicas(ranks, plain, self._of_param, self._distribution))
+            self._teams.append(Replicas(ranks, plain, self._of_param, self._distribution, self._owners))
             self._team_of.update({id(matrix): self._teams[-1] for matrix in plain})
 
     def _team(self, matrix: ParameterMatrix) -> Team | None:

@@ -70,7 +70,12 @@ class Shards(Team):
     """The team of a mesh: the ranks that hold the parts of these matrices' parameters between them."""
 
     def __init__(
-        self, mesh: Any, data: Managed, matrices: Sequence[ParameterMatrix], groups: Mapping[nn.Parameter, Group]
+        self,
+        mesh: Any,
+        data: Managed,
+        matrices: Sequence[ParameterMatrix],
+        groups: Mapping[nn.Parameter, Group],
+        kept: Mapping[nn.Parameter, int],
     ) -> None:
         super().__init__(matrices)
         here = tuple(mesh.get_coordinate())
@@ -88,7 +93,8 @@ class Shards(Team):
         self._among_shards = None if data.shard is None else _ranks(mesh.get_group(data.shard))
         self._among_replicas = None if data.replicate is None else _ranks(mesh.get_group(data.replicate))
         costs = [work(m, m.cut_of(groups[m.params[0]]), steps=True) for m in matrices]
-        self.owners = dict(zip(map(id, matrices), assign(costs, self.size), strict=True))
+        owners = assign(costs, self.size, [kept.get(m.params[0]) for m in matrices])
+        self.owners = dict(zip(map(id, matrices), owners, strict=True))
         model_dims = [dim for dim in dims if dim != data.shard]
         self._keeper: dict[int, int] = {}
         self._pieces: dict[Tensor, list[Piece]] = {}
@@ -225,9 +231,15 @@ def _gradient(param: Any, dtype: torch.dtype) -> Tensor:
 
 
 def shards_of(
-    matrices: Sequence[ParameterMatrix], model: nn.Module | None, groups: Mapping[nn.Parameter, Group]
+    matrices: Sequence[ParameterMatrix],
+    model: nn.Module | None,
+    groups: Mapping[nn.Parameter, Group],
+    kept: Mapping[nn.Parameter, int],
 ) -> list[Shards]:
-    """The teams of the matrices whose parameters are sharded, one for each mesh and way of sharding."""
+    """The teams of the matrices whose parameters are sharded, one for each mesh and way of sharding.
+
+    ``kept`` are the owners, by first parameter, of matrices that have one.
+    """
     if not any(is_dtensor(p) for m in matrices for p in m.params):
         return []
     managed = managed_by_fsdp(model)
@@ -242,4 +254,4 @@ def shards_of(
         matrix.managed = matrix.params[0] in managed
         if matrix.source == "vmap":
             matrix.fall_back("its parameters are sharded, and no layer rule covers it")
-    return [Shards(mesh, data, each, groups) for (mesh, data), each in by_mesh.items()]
+    return [Shards(mesh, data, each, groups, kept) for (mesh, data), each in by_mesh.items()]

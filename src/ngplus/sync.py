@@ -177,14 +177,20 @@ class Replicas(Team):
     """
 
     def __init__(
-        self, ranks: Ranks, matrices: Sequence[ParameterMatrix], groups: Mapping[nn.Parameter, Group], distribution: str
+        self,
+        ranks: Ranks,
+        matrices: Sequence[ParameterMatrix],
+        groups: Mapping[nn.Parameter, Group],
+        distribution: str,
+        kept: Mapping[nn.Parameter, int],
     ) -> None:
         super().__init__(matrices)
         self.ranks, self._groups = ranks, groups
         # The rows of a sparse gradient come and go, and their side is short: each rank applies the inverse to them.
         self._away = {id(m) for m in matrices if distribution == "memory" and not m.sparse}
         costs = [work(m, m.cut_of(groups[m.params[0]]), id(m) in self._away) for m in matrices]
-        self.owners = dict(zip(map(id, matrices), assign(costs, ranks.size), strict=True))
+        owners = assign(costs, ranks.size, [kept.get(m.params[0]) for m in matrices])
+        self.owners = dict(zip(map(id, matrices), owners, strict=True))
 
     def owns(self, matrix: ParameterMatrix) -> bool:
         return self.owners[id(matrix)] == self.ranks.rank
@@ -236,14 +242,20 @@ def work(matrix: ParameterMatrix, cut: Cut, steps: bool) -> float:
     return float(cut.cubes + (cut.elements * other if steps else 0))
 
 
-def assign(costs: Sequence[float], ranks: int) -> list[int]:
+def assign(costs: Sequence[float], ranks: int, kept: Sequence[int | None] | None = None) -> list[int]:
     """The owner of each piece of work: the heaviest first, each to the rank with the least so far.
 
-    The heaviest rank has at most 4/3 of the load that the best assignment would give it.
+    The heaviest rank has at most 4/3 of the load that the best assignment would give it. ``kept`` are owners that stay,
+    of work that was assigned before.
     """
     loads = [0.0] * ranks
     owner = [0] * len(costs)
-    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+    for i, known in enumerate(kept or ()):
+        if known is not None:
+            owner[i] = known
+            loads[known] += costs[i]
+    new = [i for i in range(len(costs)) if kept is None or kept[i] is None]
+    for i in sorted(new, key=lambda i: (-costs[i], i)):
         owner[i] = min(range(ranks), key=lambda r: (loads[r], r))
         loads[owner[i]] += costs[i]
     return owner

@@ -29,6 +29,12 @@ def test_small_cases() -> None:
     assert set(assign([3.0, 2.0], 8)) == {0, 1}  # more ranks than work
 
 
+def test_owners_stay_where_more_work_comes() -> None:
+    assert assign([4.0, 1.0, 1.0, 2.0], 2, [1, 1, None, None]) == [1, 1, 0, 0]
+    before = assign([3.0, 2.0, 2.0], 2)
+    assert assign([3.0, 2.0, 2.0, 9.0, 1.0], 2, [*before, None, None])[:3] == before
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_within_four_thirds_of_the_best(ranks: int) -> None:
     """A case whose best assignment is known: each rank's load cut into three pieces."""

@@ -227,3 +227,28 @@ def with_a_bad_part(rank: int, world: int) -> list[bool]:
 
 def test_all_ranks_leave_out_a_step_that_one_cannot_make(ranks: Callable[[int], Pool]) -> None:
     assert ranks(2).run(with_a_bad_part) == [[True, False, True, True]] * 2
+
+
+def with_a_later_group(rank: int, world: int, wrapped: bool) -> list[Tensor]:
+    """The first layers, the largest of all, join the training between two refreshes."""
+    net = convolutions()
+    if wrapped:
+        sharded(net)
+    late = [*net[5].parameters(), *net[0].parameters()]
+    early = [p for p in net.parameters() if not any(p is q for q in late)]
+    optimizer = ngplus.NGPlus(early, lr=LR, model=net, **OPTIONS["momentum"])
+    for step in range(10):
+        if step == 4:
+            optimizer.add_param_group({"params": late})
+        x, y = batch(step)
+        mine = share(len(x), rank, world, unequal=False)
+        net.zero_grad()
+        squared(net(x[mine]), y[mine]).mean().backward()
+        optimizer.step()
+    return [p.detach().full_tensor() if wrapped else p.detach() for p in net.parameters()]
+
+
+def test_a_group_that_is_added_later(ranks: Callable[[int], Pool]) -> None:
+    found = ranks(2).run(with_a_later_group, True)
+    assert_same_everywhere(found)
+    assert_close(found[0], with_a_later_group(0, 1, False))
