@@ -16,17 +16,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ngplus import solve
 from ngplus.curvature import Group, State, clear, read, write
 
 NOISE = 100.0  # a second moment below this many roundings of the layer's mean one is noise
 
 
-def carry_moments(state: State, new: Sequence[Tensor], carry: bool) -> None:
+def carry_moments(state: State, new: Sequence[Tensor], group: Group) -> None:
     """Turns the moments in the state from the old basis into a new one, or drops them."""
-    clear(state, "floor")
     old = read(state, "basis")
-    if not carry or old is None or not _same_shapes(old, new):
-        clear(state, "exp_avg", "exp_avg_sq")
+    if group["step"] == 0 or old is None or not _same_shapes(old, new):
+        clear(state, "exp_avg", "exp_avg_sq", "floor")
         return
     change = [q.mT @ o.to(q) for q, o in zip(new, old, strict=True)]
     for key, turns in (("exp_avg", change), ("exp_avg_sq", [p.square() for p in change])):
@@ -36,7 +36,10 @@ def carry_moments(state: State, new: Sequence[Tensor], carry: bool) -> None:
         if len(moments) < len(turns):  # both sides of one gradient
             write(state, key, [turns[0] @ moments[0].to(turns[0]) @ turns[1].mT])
         else:
-            write(state, key, [p @ m.to(p) for p, m in zip(turns, moments, strict=True)])
+            write(state, key, [solve.times(p, m.to(p)) for p, m in zip(turns, moments, strict=True)])
+    second = read(state, "exp_avg_sq")
+    if second is not None:
+        state["floor"] = _floor(state, second, group)
 
 
 def steps(works: Sequence[tuple[State, list[Tensor]]], group: Group) -> list[list[Tensor]]:
@@ -66,7 +69,9 @@ def steps(works: Sequence[tuple[State, list[Tensor]]], group: Group) -> list[lis
     ahead = list(torch._foreach_lerp(first, turned, 1 - beta1)) if group["nesterov"] else first
     floors = []
     for (state, stacks), start in zip(works, starts, strict=True):
-        floors += [_floor(state, second[start : start + len(stacks)], group)] * len(stacks)
+        if "floor" not in state:
+            state["floor"] = _floor(state, second[start : start + len(stacks)], group)
+        floors += [state["floor"]] * len(stacks)
     # With c = 1 - beta2^t: m / (sqrt(v / c) + floor) = sqrt(c) m / (sqrt(v) + sqrt(c) floor), in as few passes as can.
     roots = [(1 - beta2**count) ** 0.5 for count in counts]
     denominators = list(torch._foreach_sqrt(second))
@@ -93,7 +98,9 @@ def sparse_steps(state: State, stacks: list[Tensor], group: Group) -> list[Tenso
     torch._foreach_mul_(second, beta2)
     torch._foreach_add_(second, squares, alpha=1 - beta2)
     correction = 1 - beta2 ** state["adam_step"]
-    floor = _floor(state, second, group) + group["eps"]
+    if "floor" not in state:
+        state["floor"] = _floor(state, second, group)
+    floor = state["floor"] + group["eps"]
     roots = [(v / correction).sqrt() + floor for v in second]
     return [_out_of(q, t / r) for q, t, r in zip(bases, turned, roots, strict=True)]
 
@@ -116,12 +123,9 @@ def _moments(state: State, turned: list[Tensor], group: Group) -> tuple[list[Ten
 def _floor(state: State, second: Sequence[Tensor], group: Group) -> Tensor:
     """What is added to the roots: where a direction has no gradient but rounding, it keeps Adam from blowing the
     rounding up to a full step. It is relative to the mean of the matrix's second moments, taken at each refresh."""
-    if "floor" not in state:
-        correction = 1 - group["beta2"] ** state["adam_step"]
-        mean = torch.stack([v.sum() for v in second]).sum() / (correction * sum(v.numel() for v in second))
-        state["floor"] = NOISE * torch.finfo(mean.dtype).eps * mean.sqrt()
-    floor: Tensor = state["floor"]
-    return floor
+    correction = 1 - group["beta2"] ** state["adam_step"]
+    mean = torch.stack([v.sum() for v in second]).sum() / (correction * sum(v.numel() for v in second))
+    return NOISE * torch.finfo(mean.dtype).eps * mean.sqrt()
 
 
 Bases = tuple[Tensor, Tensor | None]  # of the curved side, and of the other one where that is curved, too
@@ -139,13 +143,13 @@ def _bases(state: State, stacks: Sequence[Tensor]) -> list[Bases]:
 def _into(bases: Bases, gradient: Tensor) -> Tensor:
     """Q^T G, or Q_L^T G Q_R."""
     first, second = bases
-    turned = first.mT @ gradient if first.shape[-1] > 1 else gradient  # a basis of one is 1
+    turned = solve.times(first.mT, gradient) if first.shape[-1] > 1 else gradient  # a basis of one is 1
     return turned if second is None else turned @ second
 
 
 def _out_of(bases: Bases, step: Tensor) -> Tensor:
     first, second = bases
-    turned = first @ step if first.shape[-1] > 1 else step
+    turned = solve.times(first, step) if first.shape[-1] > 1 else step
     return turned if second is None else turned @ second.mT
 
 

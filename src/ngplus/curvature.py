@@ -305,7 +305,7 @@ def apply(state: State, stacks: list[Tensor], group: Group) -> list[Tensor]:
     """(lambda I + L)^-1 G for the stacks [blocks, p, D] of a gradient."""
     inverse = read(state, "inverse")
     if inverse is not None:
-        return [i @ g for i, g in zip(inverse, stacks, strict=True)]
+        return [solve.times(i, g) for i, g in zip(inverse, stacks, strict=True)]
     factors, cores = read(state, "factor"), read(state, "core")
     assert factors is not None
     assert cores is not None

@@ -280,7 +280,7 @@ class NGPlus(CapturedOptimizer):
 
     def _install(self, state: State, new: Solved, group: Group) -> None:
         if "basis" in new:
-            adaptive.carry_moments(state, new["basis"], carry=group["step"] > 0)
+            adaptive.carry_moments(state, new["basis"], group)
         curvatures.install(state, new)
 
     def _due(self, matrix: ParameterMatrix) -> bool:

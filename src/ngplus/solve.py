@@ -148,3 +148,11 @@ def from_eigenbasis(values: Tensor, vectors: Tensor) -> Tensor:
 
 def _tilt(d: int, like: Tensor) -> Tensor:
     return torch.linspace(0.0, 1.0, d, dtype=like.dtype, device=like.device) * torch.finfo(like.dtype).eps ** 0.5
+
+
+def times(matrix: Tensor, gradient: Tensor) -> Tensor:
+    """M G, [blocks, p, D], laid out in memory as G is: a G that is a transposed view, as on the right side, gives one,
+    and what is added to it later has its numbers in the same order."""
+    if gradient.stride(-2) == 1 and gradient.stride(-1) != 1:
+        return (gradient.mT @ matrix.mT).mT
+    return matrix @ gradient

@@ -85,7 +85,7 @@ def _subtract(params: Sequence[Tensor], steps: list[Tensor], lr: float | Tensor,
         steps = [step for step, flag in zip(steps, seen, strict=True) if not flag]
     for param, step in zip(params, steps, strict=True):
         if step.is_sparse:
-            param.add_(step * -lr)
+            param.add_(step * -lr) if isinstance(lr, Tensor) else param.add_(step, alpha=-lr)
     weights = [param for param, step in zip(params, steps, strict=True) if not step.is_sparse]
     dense = [step for step in steps if not step.is_sparse]
     if weights and isinstance(lr, Tensor):
