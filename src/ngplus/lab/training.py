@@ -337,6 +337,8 @@ def _train_step(task: Task, model: nn.Module, optimizer: optimizers.Trainer, bat
         if broken or not _finite(model):
             raise Divergence(str(error)) from error
         raise
+    if (health := getattr(optimizer, "health", None)) is not None and health().skipped:
+        raise Divergence("gradients that are not finite, or too large for their norm")
     return value
 
 
