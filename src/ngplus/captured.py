@@ -155,7 +155,9 @@ class CapturedOptimizer(Optimizer):
         # A matrix that has an owner keeps it: its curvature is there.
         old: list[Team] = self.__dict__.get("_teams", [])
         self._owners = {m.params[0]: team.owners[id(m)] for team in old for m in team.matrices}
-        self._teams: list[Team] = list(shards_of(self._matrices, self._model, self._of_param, self._owners))
+        self._teams: list[Team] = list(
+            shards_of(self._matrices, self._model, self._of_param, self._owners, self._ranks)
+        )
         self._team_of = {id(matrix): team for team in self._teams for matrix in team.matrices}
         self._gathering = Gathering(self._matrices, self._of_param, self._gathers)
         self._find_replicas()

@@ -76,6 +76,7 @@ class Shards(Team):
         matrices: Sequence[ParameterMatrix],
         groups: Mapping[nn.Parameter, Group],
         kept: Mapping[nn.Parameter, int],
+        ranks: Ranks | None,
     ) -> None:
         super().__init__(matrices)
         here = tuple(mesh.get_coordinate())
@@ -92,6 +93,8 @@ class Shards(Team):
         self.size, self.rank = len(places), places.index(here)
         self._among_shards = None if data.shard is None else _ranks(mesh.get_group(data.shard))
         self._among_replicas = None if data.replicate is None else _ranks(mesh.get_group(data.replicate))
+        if data.shard is None and data.replicate is None:
+            self._among_replicas = ranks  # tensor parallel copies that the user, or DDP, trains on different samples
         costs = [work(m, m.cut_of(groups[m.params[0]]), steps=True) for m in matrices]
         owners = assign(costs, self.size, [kept.get(m.params[0]) for m in matrices])
         self.owners = dict(zip(map(id, matrices), owners, strict=True))
@@ -235,10 +238,11 @@ def shards_of(
     model: nn.Module | None,
     groups: Mapping[nn.Parameter, Group],
     kept: Mapping[nn.Parameter, int],
+    ranks: Ranks | None,
 ) -> list[Shards]:
     """The teams of the matrices whose parameters are sharded, one for each mesh and way of sharding.
 
-    ``kept`` are the owners, by first parameter, of matrices that have one.
+    ``kept`` are the owners, by first parameter, of matrices that have one; ``ranks`` those that average gradients.
     """
     if not any(is_dtensor(p) for m in matrices for p in m.params):
         return []
@@ -254,4 +258,4 @@ def shards_of(
         matrix.managed = matrix.params[0] in managed
         if matrix.source == "vmap":
             matrix.fall_back("its parameters are sharded, and no layer rule covers it")
-    return [Shards(mesh, data, each, groups, kept) for (mesh, data), each in by_mesh.items()]
+    return [Shards(mesh, data, each, groups, kept, ranks) for (mesh, data), each in by_mesh.items()]

@@ -123,3 +123,29 @@ def test_four_ranks_equal_one_process(ranks: Callable[[int], Pool], name: str, d
     found = ranks(4).run(train, name, data)
     assert_same_everywhere(found)
     assert_close(found[0], alone(name))
+
+
+def averaged_by_hand(rank: int, world: int) -> list[Tensor]:
+    """Two tensor parallel copies on different samples, whose gradients the user averages."""
+    net = Tokens()
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "model"))
+    parallel(net, mesh["model"], sequence=False)
+    place, group = mesh.get_local_rank("data"), mesh.get_group("data")
+    optimizer = ngplus.NGPlus(net, lr=LR, process_group=group, **OPTIONS["sample"])
+    for step in range(STEPS):
+        x, y = batch(step, torch.float32)
+        mine = slice(place * len(x) // 2, (place + 1) * len(x) // 2)
+        optimizer.zero_grad()
+        squared(net(x[mine]), y[mine]).mean().backward()
+        for p in net.parameters():
+            part = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+            torch.distributed.all_reduce(part, group=group)
+            part /= 2
+        optimizer.step()
+    return [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in net.parameters()]
+
+
+def test_copies_whose_gradients_the_user_averages(ranks: Callable[[int], Pool]) -> None:
+    found = ranks(4).run(averaged_by_hand)
+    assert_same_everywhere(found)
+    assert_close(found[0], alone("sample"))
