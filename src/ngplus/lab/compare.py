@@ -52,7 +52,7 @@ def compare(
     console = shared.make_console()
     with shared.friendly(console):
         from ngplus.lab import optimizers as rivals
-        from ngplus.lab import training
+        from ngplus.lab import processes
 
         shared.use_threads(threads, preset)
         wanted = rivals.pick(optimizers)
@@ -67,7 +67,7 @@ def compare(
             }
             _check_folders(configs, fresh)
             parts.append((chosen, chosen.open(size, data), configs, root))
-        with training.process_group(device):
+        with processes.group(device):
             for chosen, task, configs, root in parts:
                 runs, going_on = _make(configs, task, device, console)
                 if shared.is_first():

@@ -126,7 +126,7 @@ def configure(
     presets: Path | None = None,
 ) -> Config:
     """All settings of a run: the optimizer's defaults, over them the tuned ones, over them the user's."""
-    from ngplus.lab import optimizers, schedules, training
+    from ngplus.lab import optimizers, processes, schedules
     from ngplus.lab.presets import Tuned, lookup
     from ngplus.lab.runs import Config
 
@@ -158,7 +158,7 @@ def configure(
         warmup=size.warmup,
         options=size.options,
         damping_decay=float(run.get("damping_decay", 1.0)),
-        processes=training.processes(),
+        processes=processes.started(),
         tuning=tuned.tuning if hyper is None and not own else None,
     )
 

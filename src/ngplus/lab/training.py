@@ -15,23 +15,19 @@ import io
 import json
 import math
 import os
-import signal
-import threading
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import nn
 
-from ngplus.lab import optimizers, schedules
+from ngplus.lab import optimizers, processes, schedules
 from ngplus.lab.runs import (
     FORMAT,
     Config,
@@ -77,17 +73,17 @@ def run(
     run is "stopped". One that gets to its end is measured by the task's ``final``, unless that is not wanted.
     """
     with ExitStack() as stack:
-        stack.enter_context(process_group(device))
-        if folder is not None and _rank() == 0:
+        stack.enter_context(processes.group(device))
+        if folder is not None and processes.rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(folder))
             _claim(config, folder, resume)
         if folder is not None:
-            _barrier()
+            processes.barrier()
             ended = load(folder).result
             if ended is not None and ended.ended:
                 return ended
-        stopping = stack.enter_context(_stop_signals())
+        stopping = stack.enter_context(processes.stop_signals())
         session = _Session(config, task, folder, device)
         stack.callback(session.close)
         session.begin()
@@ -115,7 +111,7 @@ class _Session:
 
     def __init__(self, config: Config, task: Task, folder: Path | None, device: str) -> None:
         self.config, self.task = config, task
-        self.rank, self.world = _rank(), _world()
+        self.rank, self.world = processes.rank(), processes.world()
         self.folder = folder if self.rank == 0 else None
         self.source = folder
         self.step, self.seconds = 0, 0.0
@@ -212,7 +208,7 @@ class _Session:
         log_every = max(1, config.steps // 500)
         status, reason = "finished", ""
         while self.step < config.steps:
-            if self._agree(stopping()):
+            if processes.any_of(stopping()):
                 status = "interrupted"
                 break
             try:
@@ -243,7 +239,7 @@ class _Session:
             result = replace(result, scores={name: float(value) for name, value in found.items()})
         if self.folder is not None:
             write_json(self.folder / "result.json", asdict(result))
-        _barrier()
+        processes.barrier()
         return result
 
     def _one_step(self) -> float:
@@ -265,19 +261,11 @@ class _Session:
         self.loss_count += 1
         return loss
 
-    def _agree(self, stop: bool) -> bool:
-        """All processes stop in the same step."""
-        if self.world == 1:
-            return stop
-        flag = torch.tensor(float(stop))
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag > 0)
-
     # ---------------------------------------------------------------------------------------------- measuring
 
     def _look(self) -> None:
         """A validation, and a line of metrics with its results."""
-        _check_alike(self.model, self.world)
+        processes.check_alike(self.model)
         if self.rank == 0:
             found = self.task.evaluate(self.model)
             self.model.train()
@@ -326,7 +314,7 @@ def _train_step(task: Task, model: nn.Module, optimizer: optimizers.Trainer, bat
     value = 0.0
     for share, part in task.split(batch):
         loss = share * task.loss(model, part)
-        value += _mean_over_processes(loss)
+        value += processes.mean(loss)
         if not math.isfinite(value):
             raise Divergence(f"the loss became {value}")
         loss.backward()
@@ -342,14 +330,6 @@ def _train_step(task: Task, model: nn.Module, optimizer: optimizers.Trainer, bat
     return value
 
 
-def _mean_over_processes(loss: Tensor) -> float:
-    shown = loss.detach().clone()
-    if dist.is_initialized():
-        dist.all_reduce(shown)
-        shown /= dist.get_world_size()
-    return shown.item()
-
-
 def _finite(model: nn.Module) -> bool:
     """Are all parameters and gradients finite, and small enough for a norm?"""
     tensors = [t for p in model.parameters() for t in (p.detach(), p.grad) if t is not None]
@@ -363,70 +343,3 @@ def _line(row: dict[str, Any]) -> bytes:
 def _tuples(hyper: Any) -> dict[str, Any]:
     """JSON has lists where torch wants tuples: betas, coefficients."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in hyper.items()}
-
-
-# ------------------------------------------------------------------------------------------------ processes, signals
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def processes() -> int:
-    """How many torchrun has started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
-@contextmanager
-def process_group(device: str = "cpu") -> Iterator[None]:
-    """The process group of torchrun, where there is one and nobody has made it yet."""
-    if processes() == 1 or dist.is_initialized():
-        yield
-        return
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _check_alike(model: nn.Module, world: int) -> None:
-    """Processes whose parameters have drifted apart train different models: an error, not a curve."""
-    if world == 1:
-        return
-    total = torch.stack([p.detach().double().sum().cpu() for p in model.parameters()]).sum()
-    ends = torch.stack([total, -total])
-    dist.all_reduce(ends, dist.ReduceOp.MAX)
-    if bool(ends[0] != -ends[1]):
-        raise RunError("The processes' parameters are no longer the same: this optimizer does not keep them together")
-
-
-@contextmanager
-def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM ask for an end after the step; a second Ctrl-C is as usual."""
-    asked = False
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked = True
-
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: asked
-        return
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
