@@ -83,7 +83,8 @@ def test_tune_writes_a_preset_that_train_takes() -> None:
     held = json.loads(Path("presets/digits.json").read_text())["presets"]["small"]
     assert set(held["ngplus-paper"]["hyper"]) == {"lr", "damping"}
     assert len(held["sgd"]["tuning"]["trials"]) == 3
-    assert held["sgd"]["tuning"]["trials"][0]["hyper"] == {"lr": 0.1}  # the first trial has the defaults
+    rates = [trial["hyper"]["lr"] for trial in held["sgd"]["tuning"]["trials"]]
+    assert rates == pytest.approx([0.1, 0.1 / 3, 0.3])  # the defaults, and around them
     assert Path("tuning.db").exists()
     before = Path("presets/digits.json").read_bytes()
     ngplus(*arguments)  # the study has its trials

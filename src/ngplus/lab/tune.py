@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ngplus.lab.workloads import Task
 
 FAILED = 10.0  # the score of a run that diverged
+OPENING = (1.0, 1 / 3, 3.0)  # what the default learning rate is multiplied by in the first trials
 TUNING_SEED = 100  # a comparison's seeds are 0, 1, 2, …: nothing is tuned on them
 
 
@@ -54,7 +55,9 @@ def tune(
     *,
     changes: dict[str, Any],
 ) -> None:
-    """Tune an optimizer on a workload: the first trial has its defaults, the others come from Optuna's TPE sampler.
+    """Tune an optimizer on a workload: trials with its defaults, a third and three times the learning rate come first.
+
+    The others come from Optuna's TPE sampler.
 
     The study stays in the storage: break off at any time, and the same command goes on. Several processes, on several
     machines with a database URL, share the trials of a study. The best settings go into presets/WORKLOAD.json with all
@@ -146,16 +149,14 @@ def make_trial(plan: Plan, patient: bool, task: Task, device: str, board: shared
     from ngplus.lab import training
 
     study, base = plan.study, plan.base
-    if not study.get_trials(deepcopy=False):
-        study.enqueue_trial({key: plan.rival.defaults[key] for key in plan.rival.ranges}, skip_if_exists=True)
     trial = study.ask()
-    if plan.missing(patient, before=trial.number) <= 0:  # somebody has asked in the same moment
+    place = plan.trials - plan.missing(patient, before=trial.number)  # of this trial among those that count
+    if place >= plan.trials:  # somebody has asked in the same moment
         study.tell(trial, state=optuna.trial.TrialState.FAIL)
         return
-    # by its number: a study that goes on, or is shared, must not draw the same random points again
-    study.sampler = sampler(1_000 * plan.seed + trial.number, plan.trials)
-    study.pruner = pruner(base.steps)
     ranges = narrowed(plan.rival.ranges, plan.counted())
+    study.sampler = sampler(opening(plan.rival, place, ranges), plan.seed, trial.number)
+    study.pruner = pruner(base.steps)
     hyper = {name: trial.suggest_float(name, r.low, r.high, log=r.log) for name, r in ranges.items()}
     scores = []
     for number in range(plan.seeds):
@@ -224,17 +225,31 @@ def open_study(storage: str, name: str, base: Config) -> optuna.Study:
     return held
 
 
-def sampler(seed: int, trials: int) -> optuna.samplers.BaseSampler:
-    """TPE, each parameter by itself: it is asked when the trial has its number."""
+def opening(rival: Rival, place: int, ranges: Mapping[str, Range]) -> dict[str, float]:
+    """The first trials: the defaults, then with a third and with three times the learning rate; none after them, or
+    where that is out of the range."""
+    if place >= len(OPENING):
+        return {}
+    fixed = {name: float(rival.defaults[name]) for name in ranges}
+    fixed["lr"] *= OPENING[place]
+    inside = all(ranges[name].low <= value <= ranges[name].high for name, value in fixed.items())
+    return fixed if inside or place == 0 else {}
+
+
+def sampler(fixed: Mapping[str, float], *seed: int) -> optuna.samplers.BaseSampler:
+    """TPE, each parameter by itself: it is asked when the trial has its number, which is part of the seed. A study that
+    goes on, or is shared, does not draw the same random points again."""
+    import numpy as np
     import optuna
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # constant_liar is marked experimental
-        return optuna.samplers.TPESampler(
-            seed=seed,
-            n_startup_trials=max(2, trials // 3),
+        warnings.simplefilter("ignore")  # constant_liar and PartialFixedSampler are marked experimental
+        tpe = optuna.samplers.TPESampler(
+            seed=int(np.random.SeedSequence(seed).generate_state(1)[0]),  # numbers side by side give points apart
+            n_startup_trials=len(OPENING),
             constant_liar=True,  # trials that other processes are at count as bad ones: nobody looks there again
         )
+        return optuna.samplers.PartialFixedSampler(dict(fixed), tpe) if fixed else tpe
 
 
 def pruner(steps: int) -> optuna.pruners.BasePruner:
