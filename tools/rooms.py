@@ -53,6 +53,7 @@ ROOMS = (
             "captured",
             "gathering",
             "gradients",
+            "groups",
             "health",
             "layout",
             "loads",

@@ -27,6 +27,7 @@ from ngplus.dtensor import like
 from ngplus.faults import Trouble, keep_last_good, look, norms_of, zero_where
 from ngplus.gathering import Gathering
 from ngplus.gradients import agree, gradient_matrix, gradient_norms
+from ngplus.groups import check_parameters, inside, labels, with_names
 from ngplus.health import FETCH_EVERY, Health, Ledger
 from ngplus.matrices import ParameterMatrix, Use, collect, named
 from ngplus.notices import warn
@@ -79,12 +80,12 @@ class CapturedOptimizer(Optimizer):
                     f"{type(self).__name__} got two models, one in place of the parameters and one as model=: give one"
                 )
             model = params
-            params = list(_inside(model).named_parameters())
+            params = list(inside(model).named_parameters())
             if not params:
                 raise ValueError(f"The model {type(model).__name__} has no parameters")
         self._ranks = Ranks.of(model, process_group)
         # A compiled model's hooks would be compiled with it: watch the model inside, and run refresh steps eagerly.
-        self._model = None if model is None else _inside(model)
+        self._model = None if model is None else inside(model)
         self._compiled = model if hasattr(model, "_orig_mod") else None
         self._batch_dim: BatchDims = dict(batch_dim) if isinstance(batch_dim, Mapping) else batch_dim
         self._matrices: list[ParameterMatrix] = []
@@ -145,8 +146,8 @@ class CapturedOptimizer(Optimizer):
         in_model = named(self._model.named_parameters(remove_duplicate=False)) if self._model is not None else {}
         names: dict[nn.Parameter, str] = {}
         for g, group in enumerate(self.param_groups):
-            labels = group.get("param_names") or _labels(g, len(group["params"]))
-            names.update({p: in_model.get(p, label) for p, label in zip(group["params"], labels, strict=True)})
+            given = group.get("param_names") or labels(g, len(group["params"]))
+            names.update({p: in_model.get(p, label) for p, label in zip(group["params"], given, strict=True)})
         self._names = names
         self._of_param: dict[nn.Parameter, Group] = {p: group for group in self.param_groups for p in group["params"]}
         # Empty parameters have no matrix and no step.
@@ -177,40 +178,16 @@ class CapturedOptimizer(Optimizer):
                     f"{type(self).__name__} takes its curvature from the samples that the model sees: give the module "
                     "in place of its parameters, or as model= (NGPlus with curvature='batch' needs none)"
                 )
-            param_group = self._with_names(param_group)
+            param_group = with_names(param_group, self.param_groups, self._model)
         super().add_param_group(param_group)
         added = self.param_groups[-1]
         try:
-            if len(set(added["params"])) != len(added["params"]):
-                twice = [i for i, p in enumerate(added["params"]) if any(p is q for q in added["params"][:i])]
-                names = added.get("param_names") or [f"number {i}" for i in range(len(added["params"]))]
-                raise ValueError(f"A parameter is given twice in one parameter group: {names[twice[0]]}")
-            for i, param in enumerate(added["params"]):
-                name = added["param_names"][i] if "param_names" in added else f"number {i}"
-                if param.is_complex():
-                    raise ValueError(f"Parameter {name} is complex; only real ones are taken (torch.view_as_real)")
-                if not param.is_floating_point():
-                    raise ValueError(
-                        f"Parameter {name} is {param.dtype}; only floating-point ones are taken: make it a buffer"
-                    )
+            check_parameters(added)
         except ValueError:
             self.param_groups.pop()
             raise
         if self._matrices:
             self._watch()
-
-    def _with_names(self, param_group: dict[str, Any]) -> dict[str, Any]:
-        """Torch wants all groups named or none; a model names its parameters, so later groups get their names, too."""
-        if not self.param_groups or "param_names" not in self.param_groups[0]:
-            return param_group
-        given = param_group["params"]
-        params = [given] if isinstance(given, Tensor) else list(given)
-        if any(isinstance(p, tuple) for p in params):
-            return {**param_group, "params": params}
-        names: dict[Any, str] = dict(named(self._model.named_parameters())) if self._model is not None else {}
-        labels = _labels(len(self.param_groups), len(params))
-        pairs = [(names.get(p, label), p) for p, label in zip(params, labels, strict=True)]
-        return {**param_group, "params": pairs}
 
     def _find_replicas(self) -> None:
         """The team of the plain parameters; the model may be put into a DistributedDataParallel after the optimizer."""
@@ -541,21 +518,6 @@ def _by_parameter(work: Work, direction: Tensor, rows: Tensor | None) -> dict[nn
         return {first: torch.sparse_coo_tensor(rows, values, first.shape, is_coalesced=True, check_invariants=False)}
     parts = zip(work.matrix.active_params, work.matrix.layout.split(direction), strict=True)
     return {param: part.to(param.dtype) for param, part in parts}
-
-
-def _inside(model: nn.Module) -> nn.Module:
-    """The model that torch.compile or DistributedDataParallel has wrapped, whose parameters have their plain names."""
-    for wrapper in ("module", "_orig_mod"):
-        inner = getattr(model, wrapper, None)
-        wraps = wrapper == "_orig_mod" or isinstance(model, nn.parallel.DistributedDataParallel)
-        if wraps and isinstance(inner, nn.Module):
-            return _inside(inner)
-    return model
-
-
-def _labels(group: int, count: int) -> list[str]:
-    """Names for parameters that have none."""
-    return [f"param_groups[{group}]['params'][{i}]" for i in range(count)]
 
 
 def state_bytes(state: State) -> int:
