@@ -84,7 +84,7 @@ def test_a_rank_killed_under_torchrun_goes_on_from_the_last_checkpoint(tool: obj
         script.write_text(TORCHRUN.format(tools=str(TOOLS), folder=str(tmp_path / name), kill=kill))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         done = subprocess.run(
-            [*command, "--max-restarts", "1", str(script)],
+            [*command, "--max-restarts", "3", str(script)],
             capture_output=True,
             text=True,
             timeout=240,
