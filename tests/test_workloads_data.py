@@ -73,7 +73,7 @@ def test_materials() -> None:
 def test_multi30k() -> None:
     task = opened("multi30k")
     assert len(task.corpus.train[0]) == 29_000
-    assert len(task.corpus.val[0]) == 1_014
+    assert len(task.corpus.val[0]) == 200  # of 1,014: the small preset looks at a part
     assert len(task.corpus.test[0]) == 1_000
     sides = task.corpus.train
     said = [task.corpus.tokenizer.decode(side[0].tolist()) for side in sides]
