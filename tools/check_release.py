@@ -97,9 +97,10 @@ def main() -> int:
         # Copies outside of the project: nothing but the installed package can be imported.
         away = Path(folder) / "tests"
         away.mkdir()
-        for path in [*tests, *(p for p in (ROOT / "tests").rglob("*.py") if not p.stem.startswith("test_"))]:
+        others = [p for p in (ROOT / "tests").rglob("*") if p.is_file() and p.suffix != ".pyc"]  # helpers, stored files
+        for path in [*tests, *(p for p in others if not p.name.startswith("test_"))]:
             copy = away / path.resolve().relative_to(ROOT / "tests")
-            copy.parent.mkdir(exist_ok=True)
+            copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, copy)
         shutil.copy(ROOT / "pyproject.toml", folder)
         look = (
