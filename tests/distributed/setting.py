@@ -22,7 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # In float64: where two eigenvalues are close their eigenvectors follow the rounding, and Adam's step with them.
     "adaptive": {"scaling": "adaptive", "update_every": 3, "curvature": "momentum", "eps": 1e-4},
     "both": {"scaling": "adaptive", "update_every": 3, "side": "both", "eps": 1e-4},
-    # In float32 another order of the samples alone moves 20 steps by 1e-4 to 1e-3, on one process, too.
+    # In float32, what a newcomer gets.
     "default": {"update_every": 3},
     "background": {"scaling": "inverse", "damping": 0.5, "update_every": 3, "background": 2},
     "drift": {"scaling": "inverse", "damping": 0.5, "update_every": 2, "drift": 0.3},
@@ -31,10 +31,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def precision(name: str) -> torch.dtype:
     return torch.float64 if OPTIONS[name].get("scaling") == "adaptive" else torch.float32
-
-
-def tolerance(name: str) -> float:
-    return 5e-3 if name == "default" else 1e-5
 
 
 def convolutions(dtype: torch.dtype = torch.float32) -> nn.Sequential:

