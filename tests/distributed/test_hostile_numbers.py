@@ -1,0 +1,67 @@
+"""Numbers that are not fit for a step, on one rank of two: all ranks decide alike, and go on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ngplus
+from distributed.pool import Pool
+from distributed.setting import LR, OPTIONS, assert_same_everywhere, batch, convolutions, precision, share, squared
+
+BAD_STEP, ALL_STEPS = 3, 8  # of a refresh every third step: the bad one is a refresh
+
+
+def train(rank: int, world: int, kind: str, name: str, bad: float | None) -> tuple[list[Tensor], int, list[int]]:
+    """``bad`` is what rank 1 sees in one sample of one step; None leaves that step out on all ranks."""
+    dtype = precision(name)
+    plain = convolutions(dtype)
+    net: nn.Module = DistributedDataParallel(plain) if kind != "fsdp2" else fully_shard(plain)
+    distribution = "memory" if kind == "ddp memory" else "communication"
+    optimizer = ngplus.NGPlus(net, lr=LR, distribution=distribution, **OPTIONS[name])
+    for step in range(ALL_STEPS):
+        x, y = batch(step, dtype)
+        mine = share(len(x), rank, world, False)
+        x, y = x[mine].clone(), y[mine]
+        if step == BAD_STEP and bad is None:
+            continue
+        if step == BAD_STEP and rank == 1:
+            x[0, 0] = bad
+        optimizer.zero_grad()
+        squared(net(x), y).mean().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ngplus.HealthWarning)
+            optimizer.step()
+    params = [p.full_tensor() if kind == "fsdp2" else p for p in net.parameters()]
+    steps = [int(group["step"]) for group in optimizer.param_groups]
+    return [p.detach() for p in params], optimizer.health().skipped, steps
+
+
+@pytest.mark.parametrize("name", ["sample", "momentum", "batch", "default"])
+@pytest.mark.parametrize("kind", ["ddp", "ddp memory", "fsdp2"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["nan", "inf"])
+def test_a_bad_sample_on_one_rank_is_a_step_that_all_ranks_skip(
+    ranks: Callable[[int], Pool], kind: str, name: str, bad: float
+) -> None:
+    found = ranks(2).run(train, kind, name, bad)
+    without = ranks(2).run(train, kind, name, None)
+    assert_same_everywhere([params for params, _, _ in found])
+    assert [skipped for _, skipped, _ in found] == [1, 1]
+    assert [steps for _, _, steps in found] == [[ALL_STEPS - 1]] * 2
+    for p, q in zip(found[0][0], without[0][0], strict=True):  # as if that step had not been
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "ddp memory", "fsdp2"])
+def test_curvature_that_overflows_on_one_rank_is_dropped_by_all(ranks: Callable[[int], Pool], kind: str) -> None:
+    """A sample of 1e25 has gradients that are finite in float32, and products that are not."""
+    found = ranks(2).run(train, kind, "sample", 1e25)
+    assert_same_everywhere([params for params, _, _ in found])
+    assert all(bool(p.isfinite().all()) for p in found[0][0])
+    assert [steps for _, _, steps in found] == [[ALL_STEPS]] * 2 or [skipped for _, skipped, _ in found] == [1, 1]
