@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ngplus import solve
+from ngplus.faults import Trouble
 from ngplus.sketch import KINDS, Sketch, SketchSpec
 
 BLOCKS = (1, 3)
@@ -166,9 +167,13 @@ def test_eigenbasis_where_float32_does_not_converge(monkeypatch: pytest.MonkeyPa
             raise torch.linalg.LinAlgError("the algorithm failed to converge")
         return plain(x)
 
-    matrix = (u := random(2, 5, 6)) @ u.mT
+    size = solve.SMALL + 4  # below it float64 comes first
+    matrix = (u := random(2, size, size + 1)) @ u.mT / size
     monkeypatch.setattr(torch.linalg, "eigh", eigh)
-    values, vectors = solve.eigenbasis(matrix.float())
+    trouble = Trouble()
+    values, vectors = solve.eigenbasis(matrix.float(), trouble)
+    assert trouble.retried is not None
+    assert trouble.plain is None
     assert values.dtype == vectors.dtype == torch.float32
     torch.testing.assert_close(solve.from_eigenbasis(values, vectors).double(), matrix, rtol=1e-4, atol=1e-4)
 

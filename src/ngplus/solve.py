@@ -129,13 +129,13 @@ def eigenbasis(matrix: Tensor, trouble: Trouble | None = None) -> tuple[Tensor, 
     mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
     tilted = matrix / mean[:, None, None]
     tilted.diagonal(dim1=-2, dim2=-1).add_(_tilt(d, matrix))
-    first = torch.float64 if d <= SMALL else matrix.dtype
-    for dtype in (first, torch.float64):
+    attempts = (torch.float64,) if d <= SMALL else (matrix.dtype, torch.float64)
+    for dtype in dict.fromkeys(attempts):
         try:
             values, vectors = torch.linalg.eigh(tilted.to(dtype))
         except RuntimeError:  # LinAlgError: float32 does not always converge where many rows are zero
             if trouble is not None:
-                trouble.add("retried" if dtype == first else "plain", torch.ones((), dtype=torch.bool))
+                trouble.add("retried" if dtype == torch.float32 else "plain", torch.ones((), dtype=torch.bool))
             continue
         return values.to(matrix.dtype) * mean[:, None], vectors.to(matrix.dtype)
     return matrix.diagonal(dim1=-2, dim2=-1).clone(), torch.eye(d).to(matrix).expand_as(matrix).clone()

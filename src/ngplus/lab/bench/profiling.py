@@ -28,8 +28,8 @@ from ngplus.lab.figures import common
 # Within the step: the functions of the optimizer's frame, by their part.
 FRAME = {
     "_check": "checks",
-    "check_finite": "checks",
-    "_work": "gradients",
+    "_with_gradients": "checks",
+    "_works": "gradients",
     "_take_up": "inverses",
     "_refresh": "inverses",
     "_precondition": "directions",
