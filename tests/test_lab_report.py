@@ -191,6 +191,8 @@ def test_a_thinned_run_has_its_looks_and_the_mean_training_loss() -> None:
     made = replace(
         made, metrics=[{k: v for k, v in row.items() if k != "train_loss" or row["step"]} for row in made.metrics]
     )
+    made = replace(made, environment={"torch": "2", "command": ["ngplus", "/home/me"]})
+    assert collection.thinned(made).environment == {"torch": "2"}
     kept = collection.thinned(made).metrics
     assert [row["step"] for row in kept] == list(range(0, 51, 5))
     assert "train_loss" not in kept[0]

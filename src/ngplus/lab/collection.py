@@ -75,7 +75,8 @@ def thinned(run: Run) -> Run:
             mean = {"train_loss": total / weight} if weight else {}
             kept.append({key: _short(value) for key, value in {**row, **mean}.items()})
             total, weight = 0.0, 0
-    return replace(run, metrics=kept)
+    shown = {key: value for key, value in run.environment.items() if key != "command"}  # it has paths of the machine
+    return replace(run, environment=shown, metrics=kept)
 
 
 def write(path: Path, runs: Iterable[Run]) -> None:
