@@ -110,9 +110,19 @@ def _asked(ax: Axes, rows: list[Row]) -> None:
         )
     ax.axvline(1.0, color=common.INK, linewidth=1)
     ax.set_yticks(range(len(rows)), [_short(row) for row in reversed(rows)], fontsize=7.5)
-    ax.set_xscale("log")
+    _logarithmic(ax)
     ax.set_xlabel("measured / asked")
     ax.set_title("what was asked (quartiles as bars)")
+
+
+def _logarithmic(ax: Axes) -> None:
+    """Ticks in plain numbers, few enough to be read."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    ax.set_xscale("log")
+    ax.xaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0)))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _short(row: Row) -> str:
@@ -131,7 +141,7 @@ def _rivals(ax: Axes, measurements: Mapping[str, Measurement]) -> None:
             ax.plot([spread.median], [place], "o", color=colour, label=label)
     methods = list(reversed(RIVALS.values()))
     ax.set_yticks(range(len(methods)), methods)
-    ax.set_xscale("log")
+    _logarithmic(ax)
     ax.axvline(1.0, color=common.INK, linewidth=1)
     ax.set_xlabel("training step / SGD's (T = 20)")
     ax.set_title("what people would take instead")
