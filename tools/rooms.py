@@ -50,6 +50,7 @@ ROOMS = (
         "optimizer",
         "the step, as in Algorithm 1",
         (
+            "bound",
             "captured",
             "gathering",
             "gradients",

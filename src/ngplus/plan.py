@@ -285,11 +285,6 @@ def _row(
         cost = stand_in.get(form, min(stand_in.values()))
         cost += sum(min(outer_costs(kappa, own.d, length, own.d).values()) for own, length in sides[1:])
         refresh += int(2 * used * matrix.groups * cost)
-    kept = sum(
-        value.numel() * value.element_size()
-        for key, value in state.items()
-        if isinstance(value, Tensor) and key != "momentum_buffer"
-    )
     wire = Wire(cut.triangle, 0, 0) if team is None else team.wire(matrix, group)
     return PlanRow(
         name=matrix.name,
@@ -301,7 +296,7 @@ def _row(
         solver=solver,
         blocks=cut.count,
         form=form,
-        state_bytes=kept or elements * width,
+        state_bytes=state_bytes(state) or elements * width,
         step_flops=step,
         refresh_flops=refresh,
         note=matrix.reason,
@@ -313,6 +308,12 @@ def _row(
         sparse=matrix.sparse,
         parameter_bytes=sum(p.numel() * p.element_size() for p in matrix.params),
     )
+
+
+def state_bytes(state: Mapping[str, Any]) -> int:
+    """Bytes that a matrix keeps for its curvature."""
+    kept = [value for key, value in state.items() if isinstance(value, Tensor) and key != "momentum_buffer"]
+    return sum(value.numel() * value.element_size() for value in kept)
 
 
 def _sketch_rows(group: dict[str, Any], cut: Cut, rank: int) -> int:

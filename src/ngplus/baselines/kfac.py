@@ -13,13 +13,13 @@ from torch.optim.optimizer import ParamsT
 from ngplus import fisher, solve
 from ngplus.baselines.common import Batches, Rival
 from ngplus.calls import BatchDims
-from ngplus.captured import Direction, Work, state_bytes
+from ngplus.captured import Direction, Work
 from ngplus.curvature import Gathered, Group, State
 from ngplus.factors import Factors, Joined, Outer
 from ngplus.faults import Trouble, all_finite, look
 from ngplus.gradients import captured_scale
 from ngplus.matrices import ParameterMatrix
-from ngplus.plan import PlanRow
+from ngplus.plan import PlanRow, state_bytes
 
 _APPROX = ("expand", "reduce")
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from ngplus import solve
 from ngplus.baselines.common import Batches, Rival
 from ngplus.calls import BatchDims
-from ngplus.captured import Direction, Work, state_bytes
+from ngplus.captured import Direction, Work
 from ngplus.curvature import Gathered, Group, State, subsample
 from ngplus.factors import Bags, Factors, Joined, Lookup, Outer, Rows
 from ngplus.faults import Trouble, all_finite
@@ -21,7 +21,7 @@ from ngplus.fisher import CHUNK_BYTES
 from ngplus.gathering import seed_of
 from ngplus.gradients import captured_scale
 from ngplus.matrices import ParameterMatrix
-from ngplus.plan import PlanRow
+from ngplus.plan import PlanRow, state_bytes
 
 Part = Outer | Lookup | Rows  # with tensors only, already in the curvature's precision and scale
 _FIELDS: dict[type[Factors], tuple[str, ...]] = {

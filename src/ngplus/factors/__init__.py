@@ -1,0 +1,25 @@
+"""Per-sample gradients in the cheapest form that a layer has: factors that need not be multiplied out.
+
+A layer hands over its per-sample gradients G_i (m x n) as a :class:`Factors`:
+
+========== ==================================================== ==========================================
+class      G_i                                                  where
+========== ==================================================== ==========================================
+Outer      sum over positions p of l_ip r_ip^T                  Linear, Conv, attention
+Lookup     sum over positions p of e_index(ip) v_ip^T           Embedding
+Bags       (sum over entries j of w_j e_index(j)) g_i^T         EmbeddingBag
+Rows       given as it is                                       norm layers, the vmap fallback
+Joined     the sum of several of the above, same samples        tied weights, modules called several times
+========== ==================================================== ==========================================
+
+:mod:`ngplus.fisher` turns them into L or R. Tensors only: nothing here knows layers or optimizers.
+
+On the way from gradient to step: the form in which G_i leaves the layer rules and enters :mod:`ngplus.fisher`.
+"""
+
+from ngplus.factors.base import Factors, Lazy
+from ngplus.factors.dense import Outer, Rows, gram_root, outer_costs
+from ngplus.factors.joined import Joined, join, widen
+from ngplus.factors.tables import Bags, Lookup
+
+__all__ = ["Bags", "Factors", "Joined", "Lazy", "Lookup", "Outer", "Rows", "gram_root", "join", "outer_costs", "widen"]

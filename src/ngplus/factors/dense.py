@@ -1,0 +1,146 @@
+"""G_i as a product of dense factors, with or without positions, and G_i as it is.
+
+On the way from gradient to step: what the rules of Linear, Conv, attention and norm layers give.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ngplus.factors.base import Factor, Factors, take
+from ngplus.sketch import Sketch
+
+
+@dataclass
+class Outer(Factors):
+    """G_i = sum_p l_ip r_ip^T with l [groups, samples, positions, m] and r [groups, samples, positions, n].
+
+    With ``ones`` the right factor has one more column, of ones, that is never written out where it can be avoided: the
+    bias.
+    """
+
+    left: Factor
+    right: Factor
+    ones: bool = False
+
+    def __post_init__(self) -> None:
+        self.groups, self.samples, self.positions, self.rows = self.left.shape
+        self.cols = self.right.shape[-1] + self.ones
+
+    def dense_right(self, samples: Tensor | slice) -> Tensor:
+        right = take(self.right, samples)
+        return torch.nn.functional.pad(right, (0, 1), value=1.0) if self.ones else right
+
+    def gradients(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
+        return take(self.left, samples).to(dtype).mT @ self.dense_right(samples).to(dtype)
+
+    def total(self, dtype: torch.dtype) -> Tensor:
+        out = torch.zeros(())
+        step = self.samples if isinstance(self.right, Tensor) else 1  # patches are made for one sample at a time
+        for start in range(0, self.samples, max(1, step)):
+            piece = slice(start, start + step)
+            left, right = take(self.left, piece).to(dtype), self.dense_right(piece).to(dtype)
+            out = out.to(left) + left.flatten(1, 2).mT @ right.flatten(1, 2)
+        return out
+
+    def _curved(self, side: str, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
+        return (take(self.left, samples) if side == "left" else self.dense_right(samples)).to(dtype)
+
+    def _other(
+        self, side: str, samples: Tensor | slice, sketch: Sketch | None, dtype: torch.dtype
+    ) -> tuple[Tensor, bool]:
+        """The other factor, and whether a column of ones is still to be added to it."""
+        if side == "right":
+            other, ones = take(self.left, samples), False
+        elif sketch is not None:
+            other, ones = self.dense_right(samples), False
+        else:
+            other, ones = take(self.right, samples), self.ones
+        other = other.to(dtype)
+        return (other if sketch is None else sketch(other)), ones
+
+    def pair(
+        self, side: str, form: str, samples: Tensor | slice, sketch: Sketch | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        if form == "explicit" and sketch is None and not isinstance(self.right, Tensor):
+            left = take(self.left, samples).to(dtype)
+            tall = self.right.outer(samples, left)
+            if self.ones:
+                tall = torch.cat((tall, left.sum(-2)[..., None, :]), dim=-2)
+            tall = (tall if side == "left" else tall.mT).flatten(1, 2)
+            return tall, tall
+        curved = self._curved(side, samples, dtype)
+        if form == "gram" and sketch is None and side == "left" and not isinstance(self.right, Tensor):
+            gram = self.right.gram(samples, dtype)
+            return curved.flatten(1, 2), ((gram + 1.0 if self.ones else gram) @ curved).flatten(1, 2)
+        other, ones = self._other(side, samples, sketch, dtype)
+        if form == "rank-one":
+            weight = other.square().sum(-1, keepdim=True) + float(ones)
+            return curved.flatten(1, 2), (weight * curved).flatten(1, 2)
+        if form == "gram":
+            gram = other @ other.mT
+            return curved.flatten(1, 2), ((gram + 1.0 if ones else gram) @ curved).flatten(1, 2)
+        # Laid out as [D, d] for each sample, so that all samples are one tall matrix with no permuted copy.
+        tall = other.mT @ curved
+        if ones:
+            tall = torch.cat((tall, curved.sum(-2, keepdim=True)), dim=-2)
+        return (tall := tall.flatten(1, 2)), tall
+
+    def root(self, side: str, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
+        other_size = self.curved_and_other(side)[1]
+        if self.positions > 1 and other_size <= self.positions:
+            return self.pair(side, "explicit", samples, None, dtype)[0].mT
+        curved = self._curved(side, samples, dtype)
+        other, ones = self._other(side, samples, None, dtype)
+        if self.positions == 1:
+            weight = other.square().sum(-1, keepdim=True) + float(ones)
+            return (weight.sqrt() * curved).flatten(1, 2).mT
+        return (gram_root(other @ other.mT + float(ones)) @ curved).flatten(1, 2).mT
+
+    def costs(self, side: str, other: int, block: int) -> dict[str, float]:
+        d, _ = self.curved_and_other(side)
+        gram = None
+        if side == "left" and other == self.cols and not isinstance(self.right, Tensor):
+            gram = self.right.gram_cost
+        return outer_costs(self.positions, d, other, block, gram)
+
+    def rank(self, side: str) -> int:
+        return self.samples * min(self.positions, self.curved_and_other(side)[1])
+
+    def memory(self, side: str, form: str, other: int) -> int:
+        d, _ = self.curved_and_other(side)
+        taken = self.positions * (self.rows + self.cols)  # patches, casts and the column of ones make copies
+        work = d * other if form == "explicit" else self.positions * (self.positions + 2 * d)
+        return self.groups * max(taken, work)
+
+
+def outer_costs(kappa: int, d: int, other: int, block: int, gram: float | None = None) -> dict[str, float]:
+    """Multiplications a sample of each form of ``Outer``; ``gram``: of the inner products, where they cost less."""
+    costs = {
+        "gram": (kappa * kappa * other if gram is None else gram) + float(kappa * kappa * d + kappa * d * block),
+        "explicit": float(kappa * d * other + d * other * block),
+    }
+    return {"rank-one": float(other + d * block), **costs} if kappa == 1 else costs
+
+
+@dataclass
+class Rows(Factors):
+    """G_i as it is: ``values`` is [groups, samples, m, n]."""
+
+    values: Tensor
+
+    def __post_init__(self) -> None:
+        self.groups, self.samples, self.rows, self.cols = self.values.shape
+        self.positions = min(self.rows, self.cols)
+
+    def gradients(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
+        return self.values[:, samples].to(dtype)
+
+
+def gram_root(gram: Tensor) -> Tensor:
+    """A matrix B with B^T B = K, for a positive semi-definite K that may be singular."""
+    values, vectors = torch.linalg.eigh(gram)
+    return values.clamp_min(0).sqrt()[..., None] * vectors.mT
