@@ -13,7 +13,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ngplus
 from distributed.pool import Pool
-from distributed.setting import LR, OPTIONS, assert_same_everywhere, batch, convolutions, precision, share, squared
+from distributed.setting import (
+    LR,
+    OPTIONS,
+    assert_close,
+    assert_same_everywhere,
+    batch,
+    convolutions,
+    precision,
+    share,
+    squared,
+)
 
 BAD_STEP, ALL_STEPS = 3, 8  # of a refresh every third step: the bad one is a refresh
 
@@ -65,3 +75,60 @@ def test_a_sample_of_1e25_on_one_rank_leaves_all_ranks_finite_and_alike(
     found = ranks(2).run(train, kind, "sample", 1e25)
     assert_same_everywhere([params for params, *_ in found])
     assert all(bool(p.isfinite().all()) for p in found[0][0])
+
+
+class TwoHeads(nn.Module):
+    """``steady`` sees what ``wild`` sees, cut off at 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wild, self.steady = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.wild(x), self.steady(x.clamp(-1, 1))
+
+
+def overflow(rank: int, world: int, kind: str, name: str, bad_step: int) -> tuple[list[Tensor], list[int]]:
+    """In one step rank 1 has two samples of opposite sign, whose gradients cancel and whose squares are infinite."""
+    plain = TwoHeads()
+    net: nn.Module = plain
+    if kind != "alone":
+        net = DistributedDataParallel(plain) if kind != "fsdp2" else fully_shard(plain)
+    distribution = "memory" if kind == "ddp memory" else "communication"
+    optimizer = ngplus.NGPlus(net, lr=LR, distribution=distribution, **OPTIONS[name])
+    for step in range(ALL_STEPS):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        if step == bad_step:  # the others are zero: beside 2^83 they would be rounded away, in an order of their own
+            x = torch.zeros(8, 4)
+            x[4], x[5] = 2.0**83, -(2.0**83)
+        optimizer.zero_grad()
+        wild, steady = net(x[share(len(x), rank, world, False)])
+        (wild.sum(1) + steady.square().sum(1)).mean().backward()
+        assert all(bool(p.grad.isfinite().all()) for p in plain.parameters() if p.grad is not None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ngplus.HealthWarning)
+            optimizer.step()
+    params = [p.full_tensor() if kind == "fsdp2" else p for p in net.parameters()]
+    health = optimizer.health()
+    return [p.detach() for p in params], [
+        health.skipped,
+        health["wild.weight"].dropped,
+        health["steady.weight"].dropped,
+    ]
+
+
+@pytest.mark.parametrize("name", ["sample", "momentum", "default"])
+@pytest.mark.parametrize("kind", ["ddp", "ddp memory", "fsdp2"])
+@pytest.mark.parametrize("bad_step", [0, BAD_STEP])
+def test_curvature_that_overflows_on_one_rank_is_dropped_by_all(
+    ranks: Callable[[int], Pool], kind: str, name: str, bad_step: int
+) -> None:
+    found = ranks(2).run(overflow, kind, name, bad_step)
+    assert_same_everywhere([params for params, _ in found])
+    skipped, dropped, beside = torch.tensor([counts for _, counts in found]).amax(0).tolist()
+    assert (skipped, dropped, beside) == (0, 1, 0)  # counted where the sums of all ranks are kept
+    wanted, counts = overflow(0, 1, "alone", name, bad_step)
+    assert counts == [0, 1, 0]
+    # wild's L has rank one: which vectors span the rest of its eigenbasis is up to rounding, and Adam's step follows.
+    assert_close(found[0][0], wanted, within=1e-3 if name == "default" else 1e-5)
