@@ -6,6 +6,7 @@ A page's Python blocks run in order in one namespace that begins with what a rea
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import doctest
 import inspect
@@ -53,6 +54,28 @@ def _alone() -> Iterator[None]:
     yield
     ngplus.layers.rule._RULES.clear()
     ngplus.layers.rule._RULES.update(kept)
+
+
+def reasons() -> Iterator[str]:
+    """Why a matrix has no curvature from samples, in the code's words; of a text with gaps, its parts."""
+    for path in sorted((ROOT / "src" / "ngplus").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            given: list[ast.expr] = []
+            if isinstance(node, ast.Call):
+                called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                given = node.args if called in ("fall_back", "give_up", "refuse", "NotPerSample") else []
+            elif isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", "") == "reason":
+                given = [node.value]
+            for text in (part for expression in given for part in ast.walk(expression)):
+                if isinstance(text, ast.Constant) and isinstance(text.value, str) and text.value:
+                    yield text.value.strip()
+
+
+def test_every_reason_for_mini_batch_curvature_is_on_the_page_of_troubles() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    found = set(reasons())
+    assert "no layer rule covers it" in found
+    assert not [reason for reason in found if reason not in page]
 
 
 @pytest.mark.parametrize("name", OBJECTS)

@@ -480,8 +480,10 @@ def test_a_name_that_is_not_there_brings_the_nearest() -> None:
     optimizer = ngplus.NGPlus(nn.Sequential(nn.Linear(3, 2)))
     with pytest.raises(KeyError, match=r"No parameter '0.wieght' in this optimizer: did you mean '0.weight'\?"):
         optimizer.curvature("0.wieght")
-    with pytest.raises(KeyError, match="No parameter 'x' in this plan"):
+    with pytest.raises(KeyError, match=r"No parameter 'x' in this plan: print\(plan\(\)\) lists all"):
         optimizer.plan()["x"]
+    with pytest.raises(KeyError, match=r"of shape \(2, 3\) is not one of this optimizer's: plan\(\) lists them"):
+        optimizer.curvature(nn.Parameter(torch.zeros(2, 3)))
 
 
 def test_errors_name_the_parameter() -> None:

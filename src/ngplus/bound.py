@@ -8,7 +8,6 @@ On the way from gradient to step: before the first step, and between steps: it a
 
 from __future__ import annotations
 
-import difflib
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +23,7 @@ from ngplus.gathering import Gathering
 from ngplus.groups import check_parameters, inside, labels, with_names
 from ngplus.health import Ledger
 from ngplus.matrices import ParameterMatrix, Use, collect, named
+from ngplus.notices import no_such_name
 from ngplus.sharding import shards_of
 from ngplus.sync import DISTRIBUTIONS, Ranks, Replicas, Team
 
@@ -58,7 +58,7 @@ class BoundOptimizer(Optimizer):
             model = params
             params = list(inside(model).named_parameters())
             if not params:
-                raise ValueError(f"The model {type(model).__name__} has no parameters")
+                raise ValueError(f"The model {type(model).__name__} has no parameters: there is nothing to train")
         self._ranks = Ranks.of(model, process_group)
         # A compiled model's hooks would be compiled with it: watch the model inside, and run refresh steps eagerly.
         self._model = None if model is None else inside(model)
@@ -171,9 +171,10 @@ class BoundOptimizer(Optimizer):
             if (which in matrix.names) if isinstance(which, str) else any(which is p for p in matrix.params):
                 return matrix
         if not isinstance(which, str):
-            raise KeyError(f"A parameter of shape {tuple(which.shape)} is not one of this optimizer's")
-        near = difflib.get_close_matches(which, [name for m in self._matrices for name in m.names], 1)
-        raise KeyError(f"No parameter {which!r} in this optimizer{f': did you mean {near[0]!r}?' if near else ''}")
+            raise KeyError(
+                f"A parameter of shape {tuple(which.shape)} is not one of this optimizer's: plan() lists them"
+            )
+        raise KeyError(no_such_name(which, [name for m in self._matrices for name in m.names], "this optimizer"))
 
     # ---------------------------------------------------------------------------------------------- when to refresh
 
@@ -217,7 +218,7 @@ class BoundOptimizer(Optimizer):
         seen: list[dict[str, Any]] = []  # what is loaded, after the user's own hooks
 
         def check(_: Optimizer, given: dict[str, Any]) -> None:
-            own = [group["params"] for group in self.param_groups]
+            own = [[(self._names[p], p) for p in group["params"]] for group in self.param_groups]
             layout.check(given, own, type(self).__name__, lambda group: self._check({**self.defaults, **group}))
             seen.append(given)
 

@@ -129,7 +129,7 @@ class CapturedOptimizer(BoundOptimizer):
             if gathering.forward_seen:
                 raise RuntimeError(
                     "No parameter has a gradient, though the model has been called: the loss does not reach any "
-                    "parameter of this optimizer, or backward() was not called"
+                    "parameter of this optimizer, or backward() was not called since zero_grad()"
                 )
             return None
         self._ledger.steps += 1
@@ -268,7 +268,8 @@ class CapturedOptimizer(BoundOptimizer):
         more = f" and {len(uncovered) - 20} more" if len(uncovered) > 20 else ""
         warn(
             f"No per-sample curvature for {'; '.join(shown)}{more}. "
-            "Mini-batch curvature is used for them; plan() lists all"
+            "Mini-batch curvature is used for them; plan() lists all, and the documentation's page on trouble-shooting "
+            "says what to do about each reason"
         )
 
 

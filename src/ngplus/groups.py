@@ -50,9 +50,9 @@ def check_parameters(group: Mapping[str, Any]) -> None:
     names = group.get("param_names") or [f"number {i}" for i in range(len(params))]
     if len(set(params)) != len(params):
         twice = next(i for i, p in enumerate(params) if any(p is q for q in params[:i]))
-        raise ValueError(f"A parameter is given twice in one parameter group: {names[twice]}")
+        raise ValueError(f"A parameter is given twice in one parameter group: {names[twice]}. Leave one of them out")
     for name, param in zip(names, params, strict=True):
         if param.is_complex():
-            raise ValueError(f"Parameter {name} is complex; only real ones are taken (torch.view_as_real)")
+            raise ValueError(f"Parameter {name} is complex; only real ones are taken: keep torch.view_as_real of it")
         if not param.is_floating_point():
             raise ValueError(f"Parameter {name} is {param.dtype}; only floating-point ones are taken: make it a buffer")

@@ -26,12 +26,15 @@ SHOWN = 5  # names in a warning
 # Kinds of faults that have a layer, in the order of a step, and what the warning says.
 FAULTS = {
     "gradients": "Gradients that are not finite, or too large for their norm: {}. "
-    "The step was skipped, and no parameter was changed",
+    "The step was skipped, and no parameter was changed. The cause lies in the model, its data or the learning rate",
     "dropped": "The curvature of {} is not finite; the last good one stays in use, "
     "or the plain gradient where there is none",
-    "retried": "The curvature of {} did not factorise at once; it gets more damping, and then float64",
-    "plain": "The curvature of {} does not factorise; the plain gradient step is made in its place",
-    "steps": "The step of {} is not finite or too large; it is left out, and its momentum begins anew",
+    "retried": "The curvature of {} did not factorise at once; it gets more damping, and then float64. "
+    "A larger damping spares this",
+    "plain": "The curvature of {} does not factorise; the plain gradient step is made in its place. "
+    "A larger damping may help",
+    "steps": "The step of {} is not finite or too large; it is left out, and its momentum begins anew. "
+    "A smaller learning rate may help",
 }
 
 
@@ -187,7 +190,7 @@ class Ledger:
         untold, self._untold = self._untold, {}
         for kind, names in untold.items():
             shown = f"{', '.join(names[:SHOWN])}{' and more' if len(names) > SHOWN else ''}"
-            warn(f"{FAULTS[kind].format(shown)}; health() counts", HealthWarning)
+            warn(f"{FAULTS[kind].format(shown)}. health() counts; told once for each layer", HealthWarning)
 
     def health(self) -> Health:
         """All counts, waiting for the devices."""

@@ -24,17 +24,21 @@ NEEDED = ("lr", "damping", "update_every", "step")  # in the groups of NG+ and i
 
 
 def check(
-    given: Any, params: Sequence[Sequence[Tensor]], whose: str, check_options: Callable[[Mapping[str, Any]], None]
+    given: Any,
+    params: Sequence[Sequence[tuple[str, Tensor]]],
+    whose: str,
+    check_options: Callable[[Mapping[str, Any]], None],
 ) -> None:
     """ValueError, before anything is changed, for what is not a state_dict of this kind of optimizer and model.
 
-    ``params`` are the parameters of each group, ``check_options`` refuses options that make no sense.
+    ``params`` are the parameters of each group with their names, ``check_options`` refuses options that make no sense.
     """
     groups, state = _parts(given, whose)
     if [len(group["params"]) for group in groups] != [len(own) for own in params]:
         raise ValueError(
             f"The state_dict has {[len(group['params']) for group in groups]} parameters in its groups, "
-            f"this {whose} has {[len(own) for own in params]}"
+            f"this {whose} has {[len(own) for own in params]}: make it of the same model and "
+            "parameter groups as the one that was saved"
         )
     for group in groups:
         missing = [key for key in NEEDED if key not in group]
@@ -49,10 +53,12 @@ def check(
         if not isinstance(group["step"], int) or group["step"] < 0:
             raise ValueError(f"The state_dict is damaged: step={group['step']!r}")
         check_options(group)
-    by_id = dict(zip([i for group in groups for i in group["params"]], [p for own in params for p in own], strict=True))
+    ids = [i for group in groups for i in group["params"]]
+    by_id = dict(zip(ids, [named for own in params for named in own], strict=True))
     for i, entries in state.items():
         if i in by_id:
-            _check_entries(i, entries, by_id[i])
+            name, param = by_id[i]
+            _check_entries(name, param, entries)
 
 
 def _parts(given: Any, whose: str) -> tuple[list[dict[str, Any]], Mapping[Any, Any]]:
@@ -60,22 +66,25 @@ def _parts(given: Any, whose: str) -> tuple[list[dict[str, Any]], Mapping[Any, A
     state = given.get("state") if isinstance(given, Mapping) else None
     fit = isinstance(state, Mapping) and isinstance(groups, list | tuple)
     if not fit or not all(isinstance(g, Mapping) and isinstance(g.get("params"), list | tuple) for g in groups or ()):
-        raise ValueError(f"This is not the state_dict of an optimizer, and so none of {whose}")
+        raise ValueError(
+            f"This is not the state_dict of an optimizer, and so none of {whose}: it has no 'state' and "
+            "'param_groups'. Of a checkpoint with several entries, give the optimizer's own"
+        )
     assert isinstance(state, Mapping)
     return list(groups or ()), state
 
 
-def _check_entries(i: Any, entries: Any, param: Tensor) -> None:
+def _check_entries(name: str, param: Tensor, entries: Any) -> None:
     if not isinstance(entries, Mapping) or not all(isinstance(key, str) for key in entries):
-        raise ValueError(f"The state_dict is damaged: the state of parameter {i} is no dict of names")
+        raise ValueError(f"The state_dict is damaged: the state of parameter {name} is no dict of names")
     for key, value in entries.items():
         if isinstance(value, Tensor):
             if key == "momentum_buffer" and value.shape != param.shape:
                 raise ValueError(
-                    f"The state_dict does not fit the model: {key} of parameter {i} is {tuple(value.shape)}, "
+                    f"The state_dict does not fit the model: {key} of parameter {name} is {tuple(value.shape)}, "
                     f"the parameter {tuple(param.shape)}"
                 )
             if value.is_floating_point() and not bool(local(value).isfinite().all()):
-                raise ValueError(f"The state_dict is damaged: {key} of parameter {i} is not finite")
+                raise ValueError(f"The state_dict is damaged: {key} of parameter {name} is not finite")
         elif not isinstance(value, int | float | Mapping):
-            raise ValueError(f"The state_dict is damaged: {key} of parameter {i} is a {type(value).__name__}")
+            raise ValueError(f"The state_dict is damaged: {key} of parameter {name} is a {type(value).__name__}")

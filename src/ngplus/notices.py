@@ -1,12 +1,14 @@
-"""Warnings that point at the user's own line, on whatever way the step was called.
+"""What users are told: warnings that point at their own line, on whatever way the step was called, and names to take.
 
 On the way from gradient to step: beside it.
 """
 
 from __future__ import annotations
 
+import difflib
 import sys
 import warnings
+from collections.abc import Iterable
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
@@ -15,6 +17,12 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and _inside(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+def no_such_name(name: str, known: Iterable[str], where: str) -> str:
+    """The text of a KeyError: with the name that was probably meant, or with the way to see all names."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"No parameter {name!r} in {where}: {f'did you mean {near[0]!r}?' if near else 'print(plan()) lists all'}"
 
 
 def _inside(module: str) -> bool:

@@ -149,7 +149,10 @@ class OnlineNGPlus(Optimizer):
             _check(group)
         for param, _ in work:
             if param.grad.is_sparse:
-                raise RuntimeError(f"OnlineNGPlus does not take the sparse gradient of parameter {self._name(param)}")
+                raise RuntimeError(
+                    f"OnlineNGPlus does not take the sparse gradient of parameter {self._name(param)}: sparse=False "
+                    "in its embedding makes it dense"
+                )
             if not bool(param.grad.isfinite().all()):
                 raise RuntimeError(
                     f"The gradient of parameter {self._name(param)} is not finite; no parameter has been changed"
@@ -295,7 +298,8 @@ def project_spectral(point: Tensor, weights: Tensor, radius: float, tolerance: f
             rho, u = rho * factor, u / factor
     warnings.warn(
         f"The projection onto the spectral ball stopped after {MAX_ITERATIONS} iterations, within {best.bound:.1e} of "
-        f"the exact one in the norm of L, where {goal:.1e} was asked for",
+        f"the exact one in the norm of L, where {goal:.1e} was asked for; it is used as it is. A "
+        "larger tolerance asks for less",
         stacklevel=2,
     )
     return best._replace(iterations=MAX_ITERATIONS)

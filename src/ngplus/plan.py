@@ -26,6 +26,7 @@ from ngplus.blocks import Cut
 from ngplus.factors import outer_costs
 from ngplus.loads import Load, load_of
 from ngplus.matrices import ParameterMatrix
+from ngplus.notices import no_such_name
 from ngplus.sketch import SketchSpec
 from ngplus.sync import Team, Wire
 
@@ -108,7 +109,7 @@ class Plan(Sequence[PlanRow]):
             for row in self.rows:
                 if index in row.parameters:
                     return row
-            raise KeyError(f"No parameter {index!r} in this plan")
+            raise KeyError(no_such_name(index, [name for row in self.rows for name in row.parameters], "this plan"))
         return self.rows[index]
 
     def __len__(self) -> int:

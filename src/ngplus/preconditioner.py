@@ -37,7 +37,7 @@ class Preconditioner:
         foreign = {"lr", "nesterov", "weight_decay", "decoupled_weight_decay", "maximize"} & set(options)
         if foreign:
             raise TypeError(
-                f"Preconditioner takes no {', '.join(sorted(foreign))}: set in the optimizer that makes the step"
+                f"Preconditioner takes no {', '.join(sorted(foreign))}: give it to the optimizer that makes the step"
             )
         self._optimizer = NGPlus(model, lr=1.0, **{"momentum": 0.0, "scaling": "inverse", **options})
 

@@ -253,7 +253,10 @@ def shards_of(
             continue
         kinds = {(getattr(p, "device_mesh", None), managed.get(p, Managed(None, None))) for p in matrix.params}
         if len(kinds) != 1:
-            raise ValueError(f"The parameters of one matrix, {', '.join(matrix.names)}, are not sharded alike")
+            raise ValueError(
+                f"The parameters of one matrix, {', '.join(matrix.names)}, are not sharded alike: put them into one "
+                "fully_shard call, or on the same mesh"
+            )
         by_mesh.setdefault(kinds.pop(), []).append(matrix)
         matrix.managed = matrix.params[0] in managed
         if matrix.source == "vmap":

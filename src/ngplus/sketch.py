@@ -80,7 +80,9 @@ class Sketch:
             self._index = torch.randint(q, (n,), generator=generator)
         elif spec.kind == "uniform" and not spec.replacement:
             if q > n:
-                raise ValueError(f"Invalid sketch size: {q} of {n} columns without replacement")
+                raise ValueError(
+                    f"Invalid sketch size: {q} of {n} columns without replacement (at most {n}, or replacement=True)"
+                )
             self._index = torch.randperm(n, generator=generator)[:q]
         else:
             self._index = torch.randint(population, (q,), generator=generator)

@@ -93,13 +93,19 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "a bad option": (lambda: spoilt(lambda c: set_group(c, damping=-1.0)), "Invalid damping"),
     "a bad step": (lambda: spoilt(lambda c: set_group(c, step=-3)), "step=-3"),
-    "not finite": (lambda: spoilt(lambda c: c["state"][0]["inverse"].fill_(math.nan)), "inverse of parameter 0"),
+    "not finite": (
+        lambda: spoilt(lambda c: c["state"][0]["inverse"].fill_(math.nan)),
+        "inverse of parameter 0.weight is not finite",
+    ),
     "a wrong shape": (
         lambda: spoilt(lambda c: c["state"][0].update(momentum_buffer=torch.zeros(7))),
-        r"momentum_buffer of parameter 0 is \(7,\)",
+        r"momentum_buffer of parameter 0.weight is \(7,\)",
     ),
-    "a wrong type": (lambda: spoilt(lambda c: c["state"][0].update(inverse="x")), "inverse of parameter 0 is a str"),
-    "no dict": (lambda: spoilt(lambda c: c["state"].update({0: [1]})), "state of parameter 0"),
+    "a wrong type": (
+        lambda: spoilt(lambda c: c["state"][0].update(inverse="x")),
+        "inverse of parameter 0.weight is a str",
+    ),
+    "no dict": (lambda: spoilt(lambda c: c["state"].update({0: [1]})), "state of parameter 0.weight"),
 }
 
 

@@ -42,7 +42,9 @@ class Rival(CapturedOptimizer):
     ) -> None:
         distributed = torch.distributed
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-            raise RuntimeError(f"{type(self).__name__} is for one process: its curvature does not cross ranks")
+            raise RuntimeError(
+                f"{type(self).__name__} is for one process: its curvature does not cross ranks, that of NGPlus does"
+            )
         super().__init__(params, model, batch_dim, defaults)
 
     def _check(self, group: Mapping[str, Any]) -> None:

@@ -220,7 +220,7 @@ def _lock(handle: IO[str], folder: Path) -> None:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise Busy(f"Another process is at work on {folder}") from error
+            raise Busy(f"Another process is at work on {folder}: wait for it, or take another folder") from error
 
 
 class Busy(RunError):

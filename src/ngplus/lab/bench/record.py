@@ -86,7 +86,9 @@ def load(path: Path) -> dict[str, Measurement]:
     content = runs.read_json(path)
     try:
         if content["format"] != FORMAT:
-            raise runs.RunError(f"{path} has format {content['format']}; this version reads {FORMAT}")
+            raise runs.RunError(
+                f"{path} has format {content['format']}; this version reads {FORMAT}: remove it, and measure again"
+            )
         return {name: Measurement.from_dict(item) for name, item in content["measurements"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise runs.RunError(f"{path} is not the file of a benchmark: {error!r}") from error

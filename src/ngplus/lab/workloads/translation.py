@@ -155,7 +155,7 @@ class TranslationTask(Task):
         self.longest = int(preset.options.get("longest", 256))
         self.batches = cut(corpus.train, preset.batch_size, self.longest)
         if not self.batches[0]:
-            raise DataError(f"No training sentence has at most {self.longest} tokens")
+            raise DataError(f"No training sentence has at most {self.longest} tokens: --set longest=NUMBER allows more")
 
     def model(self) -> nn.Module:
         vocabulary = self.corpus.tokenizer.get_vocab_size()
