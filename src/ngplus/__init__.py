@@ -1,4 +1,4 @@
-"""NG+ for PyTorch: natural gradient in matrix form, second-order steps at the price of SGD."""
+"""NG+ for PyTorch: natural gradient in matrix form. Here are the public names; docs/architecture.md has the rooms."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

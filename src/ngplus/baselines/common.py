@@ -1,4 +1,7 @@
-"""What the rivals share beside the frame of :mod:`ngplus.captured`."""
+"""What the rivals share beside the frame of :mod:`ngplus.captured`.
+
+On the way from gradient to step: the same as NG+'s, in the frame of captured.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""KFAC with the empirical Fisher, as the NG+ paper compares with it: sqrt(lambda) I on both Kronecker factors."""
+"""KFAC with the empirical Fisher, as the NG+ paper compares with it: sqrt(lambda) I on both Kronecker factors.
+
+On the way from gradient to step: refresh and direction, in the frame of captured.
+"""
 
 from __future__ import annotations
 

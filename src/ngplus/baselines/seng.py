@@ -1,4 +1,7 @@
-"""SENG: the empirical Fisher of vec(G_i), layer by layer, inverted by Woodbury from factors that stay factors."""
+"""SENG: the empirical Fisher of vec(G_i), layer by layer, inverted by Woodbury from factors that stay factors.
+
+On the way from gradient to step: refresh and direction, in the frame of captured.
+"""
 
 from __future__ import annotations
 

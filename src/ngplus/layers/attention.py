@@ -3,6 +3,8 @@
 Torch's attention is one function that takes the projection weights as arguments, so no hook can see the projected
 queries, keys and values. On a refresh step the rule makes the projections itself, in plain sight, and hands the results
 to torch's function with the identity as projection: masks, dropout, heads and weights stay torch's own work.
+
+On the way from gradient to step: the rule between capture and factors, for attention.
 """
 
 from __future__ import annotations

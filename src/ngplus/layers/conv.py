@@ -1,4 +1,7 @@
-"""Convolutions and transposed convolutions in one, two and three dimensions."""
+"""Convolutions and transposed convolutions in one, two and three dimensions.
+
+On the way from gradient to step: the rule between capture and factors, for convolutions; their patches are made where they are used.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Embedding and EmbeddingBag: the matrix is (rows, dim), its left factor a choice of rows."""
+"""Embedding and EmbeddingBag: the matrix is (rows, dim), its left factor a choice of rows.
+
+On the way from gradient to step: the rule between capture and factors, for tables; nothing of a table's size is made.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Linear layers, and the transposed Conv1D of Hugging Face transformers."""
+"""Linear layers, and the transposed Conv1D of Hugging Face transformers.
+
+On the way from gradient to step: the rule between capture and factors, and the shortest one to read first.
+"""
 
 from __future__ import annotations
 

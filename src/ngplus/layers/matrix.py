@@ -2,6 +2,9 @@
 
 A matrix is made of parts, each a parameter, that stand side by side as columns. A grouped convolution is a stack of
 ``groups`` matrices.
+
+On the way from gradient to step: before the first step parameters become matrices by it; in each step gradients do, and directions go
+back.
 """
 
 from __future__ import annotations

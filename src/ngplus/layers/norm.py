@@ -1,4 +1,7 @@
-"""Norm layers: scale and shift are a matrix of two columns, (features, 2)."""
+"""Norm layers: scale and shift are a matrix of two columns, (features, 2).
+
+On the way from gradient to step: the rule between capture and factors, for scales and shifts.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A rule answers two questions about a type of layer: which matrices do its parameters form, and how do its inputs and the
 gradient of its output become the factors of per-sample gradients. Everything after that knows no layers.
+
+On the way from gradient to step: between capture, which calls the rule of a layer, and :mod:`ngplus.factors`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 It applies to a module with parameters of its own and no children that have any: calling it again on one sample at a
 time costs about as much as the module itself. Parameters of a larger module, such as a class token, get mini-batch
 curvature.
+
+On the way from gradient to step: the rule between capture and factors where there is no other.
 """
 
 from __future__ import annotations
