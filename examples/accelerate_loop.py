@@ -18,7 +18,8 @@ import ngplus
 
 torch.manual_seed(0)
 digits = load_digits()
-data = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
+images = torch.tensor(digits.data, dtype=torch.float32) / 16
+data = TensorDataset(images, torch.tensor(digits.target))
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -43,6 +44,7 @@ with tempfile.TemporaryDirectory() as folder:
                 total += loss.item()
         print(f"epoch {epoch + 1}: loss {total / len(loader):.3f}")
         if epoch == 1:
-            accelerator.save_state(folder)  # model, optimizer with its curvature, schedule, random numbers
+            # model, optimizer with its curvature, schedule, random numbers
+            accelerator.save_state(folder)
     accelerator.load_state(folder)  # and back to the end of the second epoch
 print(f"steps of the optimizer at the checkpoint: {optimizer.param_groups[0]['step']}")

@@ -2,7 +2,8 @@
 
 torchrun --nproc-per-node 2 examples/ddp.py
 
-On GPUs, "gloo" becomes "nccl" and the model and batches go to the rank's device; nothing else changes.
+On GPUs, "gloo" becomes "nccl" and the model and batches go to the rank's device; nothing else
+changes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ net = nn.Sequential(
     nn.Flatten(), nn.Linear(128, 10),
 )  # fmt: skip
 model = DistributedDataParallel(net)
-# distribution="memory": each layer's curvature on one rank alone; the default sends less in between refreshes
+# distribution="memory": each layer's curvature on one rank alone; the default sends less in
+# between refreshes
 optimizer = ngplus.NGPlus(model, lr=0.01)
 
 for epoch in range(EPOCHS):

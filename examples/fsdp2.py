@@ -32,7 +32,12 @@ images = torch.tensor(digits.data, dtype=torch.float32) / 16
 labels = torch.tensor(digits.target)
 
 model = nn.Sequential(
-    nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 64), nn.GELU(), nn.Linear(64, 10)
+    nn.Linear(64, 128),
+    nn.GELU(),
+    nn.LayerNorm(128),
+    nn.Linear(128, 64),
+    nn.GELU(),
+    nn.Linear(64, 10),
 )
 for layer in model:
     if isinstance(layer, nn.Linear):
@@ -42,7 +47,8 @@ optimizer = ngplus.NGPlus(model, lr=0.01)  # after sharding, like every optimize
 
 shuffled = torch.Generator().manual_seed(rank)
 for _ in range(STEPS):
-    mine = torch.randint(1400 // world, (BATCH,), generator=shuffled) * world + rank  # this rank's share of the digits
+    # this rank's share of the digits
+    mine = torch.randint(1400 // world, (BATCH,), generator=shuffled) * world + rank
     optimizer.zero_grad()
     loss = F.cross_entropy(model(images[mine]), labels[mine])
     loss.backward()
@@ -53,13 +59,19 @@ dist.broadcast_object_list(folder)
 states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 dcp.save(states, checkpoint_id=folder[0])  # each rank writes its shares
 dcp.load(states, checkpoint_id=folder[0])  # and any number of ranks reads them
-set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+set_state_dict(
+    model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"]
+)
 
 with torch.no_grad():
     right = (model(images[1400:]).argmax(1) == labels[1400:]).float().mean()
-kept = sum(x.numel() for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor))
+tensors = [
+    x for state in optimizer.state.values() for x in state.values() if torch.is_tensor(x)
+]
+kept = sum(x.numel() for x in tensors)
 kept_by_all = [torch.zeros((), dtype=torch.long) for _ in range(world)]
 dist.all_gather(kept_by_all, torch.tensor(kept))
 if rank == 0:
-    print(f"{right:.1%} of the held-out digits; numbers of curvature by rank: {[int(k) for k in kept_by_all]}")
+    numbers = [int(k) for k in kept_by_all]
+    print(f"{right:.1%} of the held-out digits; numbers of curvature by rank: {numbers}")
 dist.destroy_process_group()

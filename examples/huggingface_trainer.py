@@ -1,4 +1,4 @@
-"""NG+ in Hugging Face's Trainer: a small GPT-2 learns to count, is saved, and goes on from its checkpoint.
+"""NG+ in Hugging Face's Trainer: a small GPT-2 learns to count, and goes on from a checkpoint.
 
 python examples/huggingface_trainer.py
 """
@@ -27,7 +27,8 @@ class Counting(Dataset[dict[str, Tensor]]):
 
 
 class NGPlusTrainer(Trainer):
-    """Way one: a subclass that makes the optimizer. The Trainer adds the schedule that its arguments ask for."""
+    """Way one: a subclass that makes the optimizer. The Trainer adds the schedule that its
+    arguments ask for."""
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         self.optimizer = ngplus.NGPlus(self.model, lr=self.args.learning_rate)
@@ -36,25 +37,29 @@ class NGPlusTrainer(Trainer):
 
 def small_gpt() -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
-    )
+    config = GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=4,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            folder, per_device_train_batch_size=16, max_steps=60, save_steps=30, logging_steps=15, learning_rate=1e-2,
-            lr_scheduler_type="cosine", report_to=[], disable_tqdm=True, use_cpu=True,
+            folder, per_device_train_batch_size=16, max_steps=60, save_steps=30,
+            logging_steps=15, learning_rate=1e-2, lr_scheduler_type="cosine", report_to=[],
+            disable_tqdm=True, use_cpu=True,
         )  # fmt: skip
         trainer = NGPlusTrainer(small_gpt(), arguments, train_dataset=Counting())
         trainer.train()
 
-        # Way two: optimizer and schedule as an argument. This one goes on from the checkpoint of the first.
+        # Way two: optimizer and schedule as an argument, here from the first one's checkpoint.
         model = small_gpt()
         optimizer = ngplus.NGPlus(model, lr=1e-2)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=60)
-        again = Trainer(model, arguments, train_dataset=Counting(), optimizers=(optimizer, schedule))
+        made = (optimizer, schedule)
+        again = Trainer(model, arguments, train_dataset=Counting(), optimizers=made)
         again.train(resume_from_checkpoint=f"{folder}/checkpoint-30")
     print(f"steps of the optimizer: {optimizer.param_groups[0]['step']}")
 

@@ -1,4 +1,4 @@
-"""NG+ in PyTorch Lightning: configure_optimizers, and a run that goes on from the trainer's checkpoint.
+"""NG+ in PyTorch Lightning: configure_optimizers, and a run that goes on from a checkpoint.
 
 python examples/lightning_module.py
 """
@@ -39,8 +39,8 @@ class Digits(lightning.LightningModule):
 
 def trainer(epochs: int) -> lightning.Trainer:
     return lightning.Trainer(
-        max_epochs=epochs, accelerator="cpu", gradient_clip_val=1.0, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=epochs, accelerator="cpu", gradient_clip_val=1.0, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
 
 
@@ -56,10 +56,10 @@ def main() -> None:
         first = trainer(epochs=3)
         first.fit(Digits(), train, held_out)
         first.save_checkpoint(f"{folder}/half.ckpt")
-        print(f"after 3 epochs: {first.callback_metrics['accuracy']:.1%} of the held-out digits")
+        print(f"after 3 epochs: {first.callback_metrics['accuracy']:.1%} of those held out")
         second = trainer(epochs=6)
         second.fit(Digits(), train, held_out, ckpt_path=f"{folder}/half.ckpt")
-        print(f"after 6 epochs: {second.callback_metrics['accuracy']:.1%} of the held-out digits")
+        print(f"after 6 epochs: {second.callback_metrics['accuracy']:.1%} of those held out")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,8 @@ for epoch in range(EPOCHS):
 
 print(optimizer.plan())
 
-with tempfile.TemporaryDirectory() as folder:  # parameters, curvature and schedule, all in one file
+# a checkpoint: parameters, curvature and schedule, all in one file
+with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "checkpoint.pt"
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     torch.save({name: part.state_dict() for name, part in parts.items()}, path)

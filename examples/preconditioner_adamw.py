@@ -1,4 +1,4 @@
-"""NG+'s curvature in front of another optimizer: AdamW takes the natural gradient in place of the plain one.
+"""NG+'s curvature in front of another optimizer: AdamW takes the natural gradient.
 
 python examples/preconditioner_adamw.py
 """

@@ -215,7 +215,9 @@ def draw(dark: bool) -> str:
     pairs = links(found)
     level = levels(pairs)
     rows = [[room for room in ROOMS if level[room.name] == n] for n in range(max(level.values()) + 1)]
-    width, wide, high, gap = 860, 256, 86, 32
+    names = {room.name: ", ".join(room.modules) if room.modules != (room.name,) else "" for room in ROOMS}
+    lines = {name: textwrap.wrap(text, 44) for name, text in names.items()}
+    width, wide, high, gap = 860, 256, 48 + 13 * max(map(len, lines.values())), 32
     across = wide + 20
     height = len(rows) * (high + gap) - gap + 40
     place: dict[str, tuple[float, float]] = {}
@@ -241,8 +243,6 @@ def draw(dark: bool) -> str:
         )
     for room in ROOMS:
         x, y = place[room.name]
-        names = ", ".join(room.modules) if room.modules != (room.name,) else ""
-        lines = textwrap.wrap(names, 44)
         out += [
             f'<rect x="{x:.0f}" y="{y:.0f}" width="{wide}" height="{high}" rx="8" fill="{box}" stroke="{edge}"/>',
             f'<text x="{x + 12:.0f}" y="{y + 20:.0f}" font-size="14" font-weight="600" fill="{accent}">'
@@ -251,7 +251,7 @@ def draw(dark: bool) -> str:
         ]
         out += [
             f'<text x="{x + 12:.0f}" y="{y + 52 + 13 * i:.0f}" font-size="9.5" fill="{faint}">{line}</text>'
-            for i, line in enumerate(lines)
+            for i, line in enumerate(lines[room.name])
         ]
     return "\n".join([*out, "</svg>", ""])
 

@@ -1,6 +1,6 @@
 """Convolutions and transposed convolutions in one, two and three dimensions.
 
-On the way from gradient to step: the rule between capture and factors, for convolutions; their patches are made where they are used.
+On the way from gradient to step: the rule between capture and factors, for convolutions.
 """
 
 from __future__ import annotations

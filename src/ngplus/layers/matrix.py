@@ -3,8 +3,7 @@
 A matrix is made of parts, each a parameter, that stand side by side as columns. A grouped convolution is a stack of
 ``groups`` matrices.
 
-On the way from gradient to step: before the first step parameters become matrices by it; in each step gradients do, and directions go
-back.
+On the way from gradient to step: parameters become matrices before the first step; gradients and directions in each.
 """
 
 from __future__ import annotations
