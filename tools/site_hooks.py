@@ -1,4 +1,5 @@
-"""What mkdocs adds to the site beside docs/: the examples as one page, the changelog and CONTRIBUTING.md.
+"""What mkdocs adds to the site beside docs/: the examples as one page, the changelog and CONTRIBUTING.md; and where
+long names in tables may be broken.
 
 Pages in docs/ link to these files where they are in the project (``../examples/plain_loop.py``), so that the links work
 in a checkout; here they are turned to the site's own pages.
@@ -32,6 +33,21 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     for source, page in OTHERS.items():
         markdown = markdown.replace(f"](../{source})", f"]({page})")
     return markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """A short name in the text stays in one piece, also where it has hyphens. In the cells of tables a long one may go
+    on in the next line, but only behind a _ / = or opening bracket."""
+
+    def breakable(code: re.Match[str]) -> str:
+        return "<code>" + re.sub(r"([_/=(])(?=.{4})", r"\1<wbr>", code[1]) + "</code>"
+
+    def fitted(found: re.Match[str]) -> str:
+        cell, short = found[1], found[2]
+        return re.sub(r"<code>([^<]*)</code>", breakable, cell) if cell else f'<code class="whole">{short}</code>'
+
+    inline = r"(?<!<pre>)(?<!</span>)<code>([^<]{1,28})</code>"  # not a block
+    return re.sub(rf"(<td.*?</td>)|{inline}", fitted, html, flags=re.S)
 
 
 def from_root(text: str) -> str:

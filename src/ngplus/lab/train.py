@@ -245,7 +245,7 @@ def friendly(console: Console) -> Iterator[None]:
     except (DataError, RunError, ValueError, KeyError, ModuleNotFoundError) as error:
         text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
         if isinstance(error, ModuleNotFoundError):
-            text = f"{error.name} is not installed; it comes with the extra: pip install 'ngplus[lab]'"
+            text = f"{error.name} is not installed: pip install 'ngplus[lab,workloads]' brings all that workloads need"
         Console(stderr=True, width=console.width).print(f"[bold red]Error:[/bold red] {shown(text)}", highlight=False)
         raise typer.Exit(2) from error
     except KeyboardInterrupt:
