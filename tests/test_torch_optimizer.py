@@ -169,7 +169,9 @@ def test_errors(case: ErrorOptimizerInput) -> None:
     if params is None:
         params = [nn.Parameter(torch.randn(2, 3))]
     assert case.error_on == OptimizerErrorEnum.CONSTRUCTION_ERROR
-    with pytest.raises(case.error_type, match=case.error_regex):
+    # a set of parameters: since torch 2.15 a warning
+    expected = pytest.warns if issubclass(case.error_type, Warning) else pytest.raises
+    with expected(case.error_type, match=case.error_regex):
         NGPlus(params, **kwargs)
 
 
