@@ -16,3 +16,12 @@ def double() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Threads cost more than they bring at the sizes of tests."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

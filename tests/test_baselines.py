@@ -7,7 +7,7 @@ import gc
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,14 +25,6 @@ from ngplus.factors import Lookup, Outer, Rows
 pytestmark = pytest.mark.usefixtures("one_thread")
 LAMBDA = 0.3
 BOTH = pytest.mark.parametrize("kind", [KFAC, SENG])
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def plain(kind: Any, model: Any, **options: Any) -> Any:

@@ -23,35 +23,16 @@ from torch import Tensor, nn
 pytest.importorskip("tensorboard")
 pytest.importorskip("typer")
 
+from regression import Regression
+
 from ngplus.lab import optimizers, presets, runs, schedules, training, workloads
 from ngplus.lab.runs import Config, RunError
-from ngplus.lab.workloads import Task
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-class Tiny(Task):
-    """A regression with dropout, so that random numbers matter, and batches of 8."""
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
-
-    def batch(self, seed: int, step: int) -> Tensor:
-        return torch.randn(8, 6, generator=torch.Generator().manual_seed(1000 * seed + step))
-
-    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        return (model(batch) - batch.sum(1, keepdim=True).sin()).square().mean()
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        model.eval()
-        with torch.no_grad():
-            return {"loss": self.loss(model, self.batch(99, 0)).item()}
+class Tiny(Regression):
+    widths, samples = (8, 4), 8
 
 
 def config(optimizer: str = "ngplus", **changes: Any) -> Config:

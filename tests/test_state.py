@@ -9,7 +9,7 @@ import itertools
 import pickle
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -29,15 +29,6 @@ T = 2  # update_every: a save after 3 steps lies between two refreshes, one afte
 
 
 # ------------------------------------------------------------------------------------------------------ helpers
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Threads cost more than they bring at these sizes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def small_net(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:

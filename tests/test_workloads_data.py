@@ -16,7 +16,11 @@ import ngplus
 from ngplus.lab import workloads
 
 DATA = os.environ.get("NGPLUS_DATA")
-pytestmark = [pytest.mark.data, pytest.mark.skipif(not DATA, reason="NGPLUS_DATA names no folder")]
+pytestmark = [
+    pytest.mark.data,
+    pytest.mark.skipif(not DATA, reason="NGPLUS_DATA names no folder"),
+    pytest.mark.usefixtures("one_thread"),
+]
 NAMES = ("cifar10", "qm9", "materials", "multi30k", "criteo")
 
 
@@ -26,14 +30,6 @@ def opened(name: str) -> Any:
     if not (Path(DATA or "") / name).is_dir():
         pytest.skip(f"NGPLUS_DATA has no {name}")
     return workload.open(workload.presets["small"], Path(DATA or ""))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_cifar10() -> None:

@@ -24,7 +24,6 @@ from test_workloads_tiny import (
     make_materials,
     make_multi30k,
     make_qm9,
-    one_thread,
     open_tiny,
     structure,
 )
@@ -37,7 +36,7 @@ from ngplus.lab.workloads.dlrm import DLRM
 from ngplus.lab.workloads.resnet import Images, resnet
 from ngplus.lab.workloads.sampling import batch_index, generator
 
-__all__ = ["one_thread"]  # a fixture for every test here
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # ------------------------------------------------------------------------------------------------ batches
 

@@ -6,7 +6,7 @@ import dataclasses
 import gzip
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from PIL import Image
 import ngplus
 from ngplus.lab import workloads
 from ngplus.lab.workloads.base import DataError, Preset, Task
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 pytest.importorskip("transformers")
 pytest.importorskip("torch_geometric")
@@ -166,15 +168,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, make in MAKE.items():
         make(root / name)
     return root
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads cost more than they bring at this size."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ------------------------------------------------------------------------------------------------ every workload

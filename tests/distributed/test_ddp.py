@@ -12,20 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ngplus
+from distributed import setting
 from distributed.pool import Pool
-from distributed.setting import (
-    LR,
-    OPTIONS,
-    STEPS,
-    alone,
-    assert_close,
-    assert_same_everywhere,
-    batch,
-    convolutions,
-    precision,
-    share,
-    squared,
-)
 
 
 @dataclass(frozen=True)
@@ -43,7 +31,7 @@ class Case:
         return "-".join([self.options, self.distribution, *marks])
 
 
-CASES = [Case(name, distribution) for name in OPTIONS for distribution in ("communication", "memory")]
+CASES = [Case(name, distribution) for name in setting.OPTIONS for distribution in ("communication", "memory")]
 CASES += [Case("sample", wrapped_later=True), Case("sample", "memory", wrapped_later=True)]
 CASES += [
     Case(name, distribution, unequal=True, accumulate=True)
@@ -53,14 +41,16 @@ CASES += [
 
 
 def train(rank: int, world: int, case: Case) -> list[Tensor]:
-    dtype = precision(case.options)
-    plain = convolutions(dtype)
+    dtype = setting.precision(case.options)
+    plain = setting.convolutions(dtype)
     net = None if case.wrapped_later else DistributedDataParallel(plain)
-    optimizer = ngplus.NGPlus(net or plain, lr=LR, distribution=case.distribution, **OPTIONS[case.options])
+    optimizer = ngplus.NGPlus(
+        net or plain, lr=setting.LR, distribution=case.distribution, **setting.OPTIONS[case.options]
+    )
     net = net or DistributedDataParallel(plain)
-    for step in range(STEPS):
-        x, y = batch(step, dtype)
-        mine = share(len(x), rank, world, case.unequal)
+    for step in range(setting.STEPS):
+        x, y = setting.batch(step, dtype)
+        mine = setting.share(len(x), rank, world, case.unequal)
         middle = (mine.start + mine.stop) // 2
         parts = [mine]
         if case.accumulate and middle > mine.start:
@@ -69,7 +59,7 @@ def train(rank: int, world: int, case: Case) -> list[Tensor]:
         for part in parts:
             with contextlib.nullcontext() if part is parts[-1] else net.no_sync():
                 # DDP averages over ranks: this weight makes the average that over all samples.
-                (squared(net(x[part]), y[part]).sum() * world / len(x)).backward()
+                (setting.squared(net(x[part]), y[part]).sum() * world / len(x)).backward()
         optimizer.step()
     return [p.detach() for p in plain.parameters()]
 
@@ -77,8 +67,8 @@ def train(rank: int, world: int, case: Case) -> list[Tensor]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_ranks_equal_one_process(ranks: Callable[[int], Pool], case: Case) -> None:
     found = ranks(2).run(train, case)
-    assert_same_everywhere(found)
-    assert_close(found[0], alone(case.options))
+    setting.assert_same_everywhere(found)
+    setting.assert_close(found[0], setting.alone(case.options))
 
 
 @pytest.mark.parametrize("distribution", ["communication", "memory"])
@@ -89,8 +79,8 @@ def test_four_ranks_equal_one_process(
     ranks: Callable[[int], Pool], name: str, unequal: bool, distribution: str
 ) -> None:
     found = ranks(4).run(train, Case(name, distribution, unequal))
-    assert_same_everywhere(found)
-    assert_close(found[0], alone(name))
+    setting.assert_same_everywhere(found)
+    setting.assert_close(found[0], setting.alone(name))
 
 
 class Sometimes(nn.Module):
@@ -112,7 +102,7 @@ def some_ranks(rank: int, world: int, distribution: str, averaged: bool) -> list
     plain = Sometimes()
     net = DistributedDataParallel(plain, find_unused_parameters=True)
     model = net if averaged else plain
-    optimizer = ngplus.NGPlus(net, lr=LR, scaling="inverse", update_every=2, distribution=distribution)
+    optimizer = ngplus.NGPlus(net, lr=setting.LR, scaling="inverse", update_every=2, distribution=distribution)
     for step in range(6):
         x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * step + rank))
         optimizer.zero_grad()
@@ -127,7 +117,7 @@ def some_ranks(rank: int, world: int, distribution: str, averaged: bool) -> list
 @pytest.mark.parametrize("distribution", ["communication", "memory"])
 def test_a_rank_whose_module_got_no_samples(ranks: Callable[[int], Pool], distribution: str) -> None:
     found = ranks(2).run(some_ranks, distribution, True)
-    assert_same_everywhere(found)
+    setting.assert_same_everywhere(found)
     for before, after in zip(Sometimes().parameters(), found[0], strict=True):
         assert after.isfinite().all()
         assert not torch.equal(before, after)
@@ -137,6 +127,6 @@ def test_a_rank_whose_module_got_no_samples(ranks: Callable[[int], Pool], distri
 def test_nothing_hangs_where_one_rank_has_no_gradient(ranks: Callable[[int], Pool], distribution: str) -> None:
     first, second = ranks(2).run(some_ranks, distribution, False)
     start = [p.detach() for p in Sometimes().parameters()]
-    assert_same_everywhere([first[:2], second[:2]])
+    setting.assert_same_everywhere([first[:2], second[:2]])
     assert all(torch.equal(a, b) for a, b in zip(first[2:], start[2:], strict=True))  # as in torch.optim: no gradient
     assert not any(torch.equal(a, b) for a, b in zip(second, start, strict=True))

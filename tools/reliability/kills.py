@@ -23,34 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import tensorboard  # noqa: F401 - here, so that the kills find no process that is still importing it
 
 from ngplus.lab import runs, training
 from ngplus.lab.runs import Config
-from ngplus.lab.workloads import Task
+
+# the task that the tests of the training loop have, too
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+from regression import Regression as Small
 
 STEPS = 30
-
-
-class Small(Task):
-    """A regression with dropout, so that random numbers matter."""
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(6, 64), nn.Tanh(), nn.Dropout(0.2), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
-        )
-
-    def batch(self, seed: int, step: int) -> Tensor:
-        return torch.randn(16, 6, generator=torch.Generator().manual_seed(1000 * seed + step))
-
-    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        return (model(batch) - batch.sum(1, keepdim=True).sin()).square().mean()
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        model.eval()
-        with torch.no_grad():
-            return {"loss": self.loss(model, self.batch(99, 0)).item()}
 
 
 def config(optimizer: str) -> Config:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from ngplus.factors import Factors, Outer
 from ngplus.layers.linear import linear_factors
 from ngplus.layers.matrix import MatrixSpec
-from ngplus.layers.rule import Batch, LayerRule, Watcher, register_layer
+from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, Watcher, register_layer
 
-_Build = Callable[[tuple[Tensor | None, ...], Tensor, tuple[bool, ...], Batch], Factors]
+_Build = Callable[[Inputs, Tensor, Active, Batch], Factors]
 
 
 @register_layer(nn.MultiheadAttention)
@@ -93,7 +93,7 @@ def _batch(module: nn.MultiheadAttention, x: Tensor, batch: Batch) -> Batch:
 
 
 def _build_linear(module: nn.MultiheadAttention) -> _Build:
-    def build(inputs: tuple[Tensor | None, ...], grad: Tensor, active: tuple[bool, ...], batch: Batch) -> Factors:
+    def build(inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         (x,) = inputs
         assert x is not None
         return linear_factors(x, grad, active, _batch(module, x, batch))
@@ -104,7 +104,7 @@ def _build_linear(module: nn.MultiheadAttention) -> _Build:
 def _build_rows(module: nn.MultiheadAttention, start: int, total: int, vector: bool = False) -> _Build:
     """A use of some rows only: the left factor is zero in the others."""
 
-    def build(inputs: tuple[Tensor | None, ...], grad: Tensor, active: tuple[bool, ...], batch: Batch) -> Factors:
+    def build(inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         (x,) = inputs
         assert x is not None
         part = linear_factors(x, grad, (False, True) if vector else active, _batch(module, x, batch))

@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from ngplus.factors import Factors, Outer
 from ngplus.layers.matrix import MatrixSpec
-from ngplus.layers.rule import Batch, LayerRule, register_layer
+from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, register_layer
 
 FEW_CHANNELS = 8  # below this, unfolding is cheaper than a product for each place of the kernel
 
@@ -142,7 +142,7 @@ class Patches:
         return F.pad(flat, (0, extra)) if extra else flat
 
 
-def conv_factors(patches: Patches | None, grad: Tensor, active: tuple[bool, ...], groups: int, samples: int) -> Outer:
+def conv_factors(patches: Patches | None, grad: Tensor, active: Active, groups: int, samples: int) -> Outer:
     """G_i = sum over output positions of g_ip [patch_ip; 1]^T, a group at a time."""
     g = grad.unflatten(0, (samples, -1)).unflatten(2, (groups, -1)).flatten(4)  # [samples, rows, groups, m, positions]
     left = g.permute(2, 0, 1, 4, 3).flatten(2, 3)
@@ -172,14 +172,7 @@ class ConvRule(LayerRule):
         assert isinstance(module, _ConvNd)
         return [MatrixSpec(("weight", "bias"), ("rows", "column"), module.groups)]
 
-    def factors(
-        self,
-        module: nn.Module,
-        inputs: tuple[Tensor | None, ...],
-        grad: Tensor,
-        active: tuple[bool, ...],
-        batch: Batch,
-    ) -> Factors:
+    def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         assert isinstance(module, _ConvNd)
         spatial = len(module.kernel_size)
         (x,) = inputs
@@ -210,14 +203,7 @@ class ConvTransposeRule(LayerRule):
         assert isinstance(module, _ConvNd)
         return [MatrixSpec(("weight", "bias"), ("turned", "column"), module.groups)]
 
-    def factors(
-        self,
-        module: nn.Module,
-        inputs: tuple[Tensor | None, ...],
-        grad: Tensor,
-        active: tuple[bool, ...],
-        batch: Batch,
-    ) -> Factors:
+    def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         assert isinstance(module, _ConvTransposeNd)
         kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
         spatial = len(kernel)

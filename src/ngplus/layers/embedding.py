@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ngplus.factors import Bags, Factors, Lookup
 from ngplus.layers.matrix import MatrixSpec
-from ngplus.layers.rule import Batch, LayerRule, NotPerSample, register_layer
+from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, NotPerSample, register_layer
 
 
 @register_layer(nn.Embedding)
@@ -35,20 +35,13 @@ class EmbeddingRule(LayerRule):
     def matrices(self, module: nn.Module) -> list[MatrixSpec]:
         return [MatrixSpec(("weight",), ("rows",))]
 
-    def adapt(self, module: nn.Module, inputs: tuple[Tensor | None, ...], output: Any, batch: Batch) -> Any:
+    def adapt(self, module: nn.Module, inputs: Inputs, output: Any, batch: Batch) -> Any:
         (index,) = inputs
         assert index is not None
         shared = batch.dim == 0 and index.dim() > 1 and len(index) == 1 and (batch.size or 0) > 1
         return output.expand(batch.size, *output.shape[1:]) if shared else output
 
-    def factors(
-        self,
-        module: nn.Module,
-        inputs: tuple[Tensor | None, ...],
-        grad: Tensor,
-        active: tuple[bool, ...],
-        batch: Batch,
-    ) -> Factors:
+    def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         assert isinstance(module, nn.Embedding)
         (index,) = inputs
         assert index is not None
@@ -89,19 +82,12 @@ class EmbeddingBagRule(LayerRule):
         assert isinstance(module, nn.EmbeddingBag)
         return [] if module.mode == "max" else [MatrixSpec(("weight",), ("rows",))]
 
-    def inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor | None, ...]:
+    def inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
         names = ("input", "offsets", "per_sample_weights")
         given = dict(zip(names, args, strict=False)) | dict(kwargs)
         return tuple(given.get(name) for name in names)
 
-    def factors(
-        self,
-        module: nn.Module,
-        inputs: tuple[Tensor | None, ...],
-        grad: Tensor,
-        active: tuple[bool, ...],
-        batch: Batch,
-    ) -> Factors:
+    def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         assert isinstance(module, nn.EmbeddingBag)
         index, offsets, weights = inputs
         assert index is not None

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from ngplus.factors import Factors, Outer
 from ngplus.layers.matrix import MatrixSpec
-from ngplus.layers.rule import Batch, LayerRule, register_layer
+from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, register_layer
 
 
-def linear_factors(x: Tensor | None, grad: Tensor, active: tuple[bool, ...], batch: Batch) -> Outer:
+def linear_factors(x: Tensor | None, grad: Tensor, active: Active, batch: Batch) -> Outer:
     """G_i = sum_p g_ip [a_ip; 1]^T for y = W a + b; without W the input is not needed.
 
     Examples:
@@ -40,14 +40,7 @@ class LinearRule(LayerRule):
     def matrices(self, module: nn.Module) -> list[MatrixSpec]:
         return [MatrixSpec(("weight", "bias"))]
 
-    def factors(
-        self,
-        module: nn.Module,
-        inputs: tuple[Tensor | None, ...],
-        grad: Tensor,
-        active: tuple[bool, ...],
-        batch: Batch,
-    ) -> Factors:
+    def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         (x,) = inputs
         return linear_factors(x, grad, active, batch)
 

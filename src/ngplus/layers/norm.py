@@ -13,7 +13,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ngplus.factors import Factors, Rows
 from ngplus.layers.matrix import MatrixSpec
-from ngplus.layers.rule import Batch, LayerRule, register_layer
+from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, register_layer
 
 
 class NormRule(LayerRule):
@@ -52,14 +52,7 @@ class NormRule(LayerRule):
         """[samples, positions, features]."""
         raise NotImplementedError
 
-    def factors(
-        self,
-        module: nn.Module,
-        inputs: tuple[Tensor | None, ...],
-        grad: Tensor,
-        active: tuple[bool, ...],
-        batch: Batch,
-    ) -> Factors:
+    def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         (x,) = inputs
         columns = []
         if active[0] and x is not None:
@@ -137,14 +130,7 @@ class BatchNormRule(_ChannelNormRule):
         (6, 2)
     """
 
-    def factors(
-        self,
-        module: nn.Module,
-        inputs: tuple[Tensor | None, ...],
-        grad: Tensor,
-        active: tuple[bool, ...],
-        batch: Batch,
-    ) -> Factors:
+    def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         assert isinstance(module, _BatchNorm)
         (x,) = inputs
         shift = grad.flatten(2).sum(-1) if grad.dim() > 2 else grad

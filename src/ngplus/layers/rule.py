@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from ngplus.factors import Factors
 from ngplus.layers.matrix import MatrixSpec
 
+Inputs = tuple[Tensor | None, ...]  # the tensors of a call that a rule needs; those that are not given are None
+Active = tuple[bool, ...]  # for each name of a matrix's spec: is that parameter trained?
+
 
 class NotPerSample(Exception):
     """Raised by a rule for a call whose per-sample gradients it cannot give; mini-batch curvature takes their place.
@@ -98,22 +101,15 @@ class LayerRule:
         """The matrices that the module's parameters form; parameters that are None are left out by the caller."""
         raise NotImplementedError
 
-    def inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor | None, ...]:
+    def inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
         """The tensors that ``factors`` will need, of those that the module was called with."""
         return (args[0] if args else next(iter(kwargs.values())),)
 
-    def adapt(self, module: nn.Module, inputs: tuple[Tensor | None, ...], output: Any, batch: Batch) -> Any:
+    def adapt(self, module: nn.Module, inputs: Inputs, output: Any, batch: Batch) -> Any:
         """May replace the module's output on a refresh step, to give it a batch dimension; as a rule it does not."""
         return output
 
-    def factors(
-        self,
-        module: nn.Module,
-        inputs: tuple[Tensor | None, ...],
-        grad: Tensor,
-        active: tuple[bool, ...],
-        batch: Batch,
-    ) -> Factors:
+    def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         """The factors of G_i from the saved inputs and the gradient of the output.
 
         ``active`` says for each name of the matrix's spec whether that parameter takes part.
@@ -162,8 +158,8 @@ class Watcher:
         self,
         matrix: int,
         output: Tensor,
-        inputs: tuple[Tensor | None, ...],
-        build: Callable[[tuple[Tensor | None, ...], Tensor, tuple[bool, ...], Batch], Factors],
+        inputs: Inputs,
+        build: Callable[[Inputs, Tensor, Active, Batch], Factors],
     ) -> None:
         """When the gradient of ``output`` arrives, ``build(inputs, gradient, active, batch)`` makes the factors."""
         raise NotImplementedError

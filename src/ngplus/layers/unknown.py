@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ngplus.factors import Factors, Rows
 from ngplus.layers.matrix import Layout, MatrixSpec
-from ngplus.layers.rule import Batch, LayerRule, NotPerSample, Watcher
+from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, NotPerSample, Watcher
 
 
 class UnknownModuleRule(LayerRule):
@@ -79,9 +79,7 @@ class _Build:
         self.module, self.spec, self.tree, self.output = module, spec, tree, output
         self.constants = [None if isinstance(x, Tensor) else x for x in leaves]
 
-    def __call__(
-        self, inputs: tuple[Tensor | None, ...], gradient: Tensor, active: tuple[bool, ...], batch: Batch
-    ) -> Factors:
+    def __call__(self, inputs: Inputs, gradient: Tensor, active: Active, batch: Batch) -> Factors:
         dim = batch.dim
         if dim == 0 and isinstance(self.module, nn.RNNBase) and not self.module.batch_first:
             dim = 1

@@ -10,7 +10,7 @@ from typing import ClassVar
 from ngplus.lab.workloads.base import Preset, Workload
 from ngplus.lab.workloads.files import Folder, folder
 from ngplus.lab.workloads.recipe import Recipe
-from ngplus.lab.workloads.translation import PAPER, Pairs, TranslationTask, open_task, read_pair, small
+from ngplus.lab.workloads.translation import Pairs, TranslationTask, open_task, paper, read_pair, small
 
 HELP = """Get the German-English part of IWSLT14 (de-en.tgz, from https://wit3.fbk.eu/2014-01) and unpack it, so that
   DATA/iwslt14/train.tags.de-en.de, train.tags.de-en.en, IWSLT14.TED.tst2010.de-en.de.xml, ...
@@ -66,15 +66,7 @@ class Iwslt14(Workload):
     presets: ClassVar[Mapping[str, Preset]] = {
         "small": small(target=5.0),
         # The paper's target is a BLEU of 34.75, which `final` measures.
-        "paper": Preset(
-            steps=50_000,
-            batch_size=4096,  # tokens
-            evaluate_every=1_000,
-            target=1.65,
-            schedule="inverse-sqrt",
-            warmup=10_000,
-            options={**PAPER, "vocabulary": 10_000},
-        ),
+        "paper": paper(target=1.65, steps=50_000, evaluate_every=1_000, warmup=10_000, vocabulary=10_000),
     }
     recipes: ClassVar[Mapping[str, Mapping[str, Recipe]]] = {
         "paper": {

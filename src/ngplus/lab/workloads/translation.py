@@ -73,6 +73,12 @@ def small(target: float) -> Preset:
     return Preset(steps=400, batch_size=512, evaluate_every=20, target=target, warmup=20, options=options)
 
 
+def paper(target: float, steps: int, evaluate_every: int, warmup: int, vocabulary: int) -> Preset:
+    """The paper's IWSLT14 model and schedule. The batch is in tokens."""
+    options = {**PAPER, "vocabulary": vocabulary}
+    return Preset(steps, 4096, evaluate_every, target, schedule="inverse-sqrt", warmup=warmup, options=options)
+
+
 class Corpus(NamedTuple):
     """Sentence pairs as tokens, the subwords, and the text of the test set."""
 
