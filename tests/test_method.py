@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ngplus
+from ngplus import solve
 
 LAMBDA = 0.2
 PAPER: dict[str, Any] = {"scaling": "inverse", "momentum": 0.0, "damping": LAMBDA}
@@ -45,7 +46,7 @@ def matrix_of(model: nn.Linear) -> Tensor:
     return torch.cat([model.weight.detach(), model.bias.detach()[:, None]], dim=1)[None].clone()
 
 
-def train(model: nn.Linear, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
     optimizer.zero_grad()
     loss_fn(model(x), y).backward()
     optimizer.step()
@@ -316,6 +317,58 @@ def test_momentum_and_decay_are_those_of_sgd(options: dict[str, Any]) -> None:
         second.step()
     torch.testing.assert_close(ours.weight, theirs.weight)
     torch.testing.assert_close(ours.bias, theirs.bias)
+
+
+STRAIGHT: list[Callable[[], nn.Module]] = [
+    lambda: nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7), nn.Linear(7, 3)),  # left and right, each with a bias
+    lambda: nn.Sequential(nn.Linear(5, 3, bias=False), nn.Linear(3, 6, bias=False), nn.Linear(6, 3, bias=False)),
+    lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 2), nn.Conv1d(4, 6, 3, groups=2), nn.Flatten(), nn.Linear(12, 3)
+    ),
+]
+STRAIGHT_OPTIONS = [
+    {"solver": "dense"},
+    {"solver": "woodbury"},
+    {"solver": "dense", "weight_decay": 0.1},
+    {"solver": "dense", "weight_decay": 0.1, "decoupled_weight_decay": True},
+    {"solver": "dense", "maximize": True},
+]
+
+
+@pytest.mark.parametrize("options", STRAIGHT_OPTIONS, ids=str)
+@pytest.mark.parametrize("make", STRAIGHT, ids=("biases", "weights", "convolutions"))
+def test_momentum_inside_the_product_is_momentum_after_it(
+    make: Callable[[], nn.Module], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The short way, buffer <- momentum * buffer + A B, against the long one, by the direction itself."""
+
+    def trained(short: bool) -> tuple[nn.Module, int]:
+        torch.manual_seed(3)
+        model, used = make(), []
+        with monkeypatch.context() as patch:
+            add_to = solve.Product.add_to
+            patch.setattr(solve.Product, "add_to", lambda *args: (used.append(1), add_to(*args)))
+            if not short:
+                patch.setattr(ngplus.NGPlus, "_products", lambda self, work: None)
+            optimizer = ngplus.NGPlus(model, lr=0.05, update_every=2, **{**PAPER, "momentum": 0.9, **options})
+            for x, y in batches(5):
+                train(model, optimizer, x, y)
+        return model, len(used)
+
+    (fast, used), (plain, none) = trained(short=True), trained(short=False)
+    assert used >= 4 * 3
+    assert none == 0
+    for a, b in zip(fast.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_momentum_inside_the_product_in_memory_of_another_order() -> None:
+    a, b = torch.randn(1, 4, 3), torch.randn(1, 3, 6)
+    buffer = torch.randn(4, 6)
+    turned = buffer.mT.contiguous().mT
+    solve.Product([(a, b)]).add_to(buffer, 0.9)
+    solve.Product([(a, b)]).add_to(turned, 0.9)
+    torch.testing.assert_close(buffer, turned)
 
 
 def test_decoupled_weight_decay() -> None:

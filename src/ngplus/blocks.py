@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,13 +30,18 @@ class Cut:
     def of(cls, groups: int, d: int, block_size: int | None) -> Cut:
         return cls(groups, d, d if block_size is None else min(block_size, d))
 
-    @property
+    @cached_property
     def stacks(self) -> list[tuple[int, int, int]]:
         full, rest = divmod(self.d, self.size)
         stacks = [(0, full, self.size)]
         if rest:
             stacks.append((full * self.size, 1, rest))
         return stacks
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Of each stack, how many blocks it has over all groups, and their size."""
+        return [(self.groups * count, size) for _, count, size in self.stacks]
 
     @property
     def count(self) -> int:
@@ -96,7 +102,7 @@ class BothSides(Cut):
 
     other: int = 0
 
-    @property
+    @cached_property
     def stacks(self) -> list[tuple[int, int, int]]:
         return [(0, 1, self.d), (0, 1, self.other)]
 

@@ -149,8 +149,7 @@ class Capture:
         kept, self._kept = self._kept, []
         for slot in kept:
             self._make_ready(slot)
-        for matrix in self._matrices:
-            self._flush(matrix)
+        self._flush_all()
 
     # ------------------------------------------------------------------------------------------ forward
 
@@ -296,6 +295,10 @@ class Capture:
         if factors is not None:
             self._ready.setdefault(id(matrix), []).append((call, factors))
 
+    def _flush_all(self) -> None:
+        for matrix in self._matrices if self._ready else ():
+            self._flush(matrix)
+
     def _flush(self, matrix: ParameterMatrix) -> None:
         together: dict[Call, list[Factors]] = {}
         for call, factors in self._ready.pop(id(matrix), []):
@@ -315,8 +318,7 @@ class Capture:
     def _leave_backward(self) -> None:
         """Uses that this pass did not reach are not waited for: the next pass brings other samples."""
         self._task, self._task_call = -1, None
-        for matrix in self._matrices:
-            self._flush(matrix)
+        self._flush_all()
         if self._on_backward is not None:
             with torch.no_grad():
                 self._on_backward()

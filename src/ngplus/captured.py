@@ -9,8 +9,7 @@ On the way from gradient to step: all of it; every other module is called from h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,26 +19,35 @@ from ngplus.curvature import Gathered, Group, State
 from ngplus.dtensor import like
 from ngplus.faults import Trouble, keep_last_good, look, norms_of, zero_where
 from ngplus.gathering import Gathering
-from ngplus.gradients import agree, gradient_matrix, gradient_norms
+from ngplus.gradients import agree, gradient_norms, gradient_parts
 from ngplus.health import FETCH_EVERY, Health
 from ngplus.matrices import ParameterMatrix
 from ngplus.notices import warn
+from ngplus.solve import Product
 from ngplus.sync import Team
-from ngplus.update import update_parameters
+from ngplus.update import update_parameters, worked_out
 
 
-@dataclass(frozen=True)
 class Work:
-    """One matrix in one step. Of a sparse gradient, ``gradient`` holds the rows touched and ``rows`` their indices."""
+    """One matrix in one step. ``parts`` are the gradients of its parameters, [groups, m, n_k], that stand side by side.
+    Of a sparse gradient, they hold the rows touched, and ``rows`` their indices."""
 
-    matrix: ParameterMatrix
-    group: Group
-    state: State
-    gradient: Tensor  # [groups, m, n]
-    rows: Tensor | None
+    def __init__(
+        self, matrix: ParameterMatrix, group: Group, state: State, parts: list[Tensor], rows: Tensor | None = None
+    ) -> None:
+        self.matrix, self.group, self.state, self.parts, self.rows = matrix, group, state, parts, rows
+        self._joined: Tensor | None = None
+
+    @property
+    def gradient(self) -> Tensor:
+        """[groups, m, n], joined where it is asked for."""
+        if self._joined is None:
+            self._joined = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, dim=-1)
+        return self._joined
 
 
-Direction = tuple[Tensor, Tensor | None]  # and, like a gradient, with the rows that it touches
+# Of a matrix, or of each of its parameters as a product; like a gradient, with the rows that it touches.
+Direction = tuple[Tensor | list[Product], Tensor | None]
 
 
 class CapturedOptimizer(BoundOptimizer):
@@ -102,16 +110,17 @@ class CapturedOptimizer(BoundOptimizer):
                 for param in self._names:
                     param.grad = None if param.grad is None else torch.zeros_like(param.grad)
         elif directions:
-            params, parts = list(directions), [d.values() if d.is_sparse else d for d in directions.values()]
+            params, made = list(directions), [worked_out(p, d) for p, d in directions.items()]
+            parts = [d.values() if d.is_sparse else d for d in made]
             bad = ~norms_of(parts).isfinite()
             zero_where(bad, parts)
             self._ledger.note("steps", [self._names[p] for p in params], bad)
-            for param, direction in directions.items():
+            for param, direction in zip(params, made, strict=True):
                 param.grad = like(param, direction)
             self._advance()
         self._ledger.tell()
 
-    def _directions(self) -> dict[nn.Parameter, Tensor] | None:
+    def _directions(self) -> dict[nn.Parameter, Tensor | Product] | None:
         """The direction of every parameter that has a gradient; None where the step is to be skipped."""
         for group in self.param_groups:  # they may have been changed since the last step
             self._check(group)
@@ -141,7 +150,7 @@ class CapturedOptimizer(BoundOptimizer):
         self._initialising = all(_is_zero(g["lr"]) for g in self.param_groups) and not bool(norms.any())
         if due:
             self._ledger.fetch()
-        works = self._works(present)
+        works = self._works(present, due)
         uncovered: list[ParameterMatrix] = []
         for work in works:
             self._observe(work)
@@ -149,14 +158,15 @@ class CapturedOptimizer(BoundOptimizer):
                 self._take_up(work, gathering, uncovered)
         if due:
             self._ledger.fetch()
-        directions: dict[nn.Parameter, Tensor] = {}
+        directions: dict[nn.Parameter, Tensor | Product] = {}
         for work, direction in zip(works, self._precondition(works), strict=True):
             directions.update(_by_parameter(work, *self._fit_to_share(work, *direction)))
             if self._initialising:
                 self._initialised(work.group, work.state)
         for team in self._teams:
             away = [m for m in present if self._team(m) is team and team.is_away(m)]
-            directions.update(team.hand_out(away, directions) if away else {})
+            owned = {p: worked_out(p, directions[p]) for m in away for p in m.active_params if p in directions}
+            directions.update(team.hand_out(away, owned) if away else {})
         self._warn_uncovered(uncovered)
         return {param: direction for param, direction in directions.items() if param.grad is not None}
 
@@ -185,7 +195,7 @@ class CapturedOptimizer(BoundOptimizer):
             norms = torch.cat([norms.to(more_norms), more_norms])
         return present, names, norms
 
-    def _works(self, present: Sequence[ParameterMatrix]) -> list[Work]:
+    def _works(self, present: Sequence[ParameterMatrix], due: set[int]) -> list[Work]:
         """The parts of this step that are done on this rank. A matrix's curvature is in its first parameter's state."""
         works = []
         given: dict[int, list[Tensor]] = {}
@@ -195,20 +205,21 @@ class CapturedOptimizer(BoundOptimizer):
             for param in matrix.params:  # distributed checkpoints want an entry for every parameter
                 self.state.setdefault(param, {})
             group, state, its_team = self._group(matrix), self.state[matrix.params[0]], self._team(matrix)
-            if self._due(matrix):
+            if id(matrix) in due:
                 state["refreshed"] = self._measures(matrix)
             if its_team is not None and not its_team.keeps(matrix):
                 continue
-            gradient, rows = gradient_matrix(matrix, self._complete(group), given.get(id(matrix)))
+            parts, rows = gradient_parts(matrix, self._complete(group), given.get(id(matrix)))
             if self._skip is not None:  # the device knows whether: moving averages take in zeros, parameters nothing
-                gradient = gradient.masked_fill(self._skip.to(gradient.device), 0)
-            works.append(Work(matrix, group, state, gradient, rows))
+                parts = [part.masked_fill(self._skip.to(part.device), 0) for part in parts]
+            works.append(Work(matrix, group, state, parts, rows))
         return works
 
-    def _fit_to_share(self, work: Work, direction: Tensor, rows: Tensor | None) -> Direction:
+    def _fit_to_share(self, work: Work, direction: Tensor | list[Product], rows: Tensor | None) -> Direction:
         """A direction that is handed out in parts: the owner decides for all ranks whether it is finite."""
         team = self._team(work.matrix)
         if team is not None and team.is_away(work.matrix):
+            assert isinstance(direction, Tensor)
             bad = ~norms_of([direction]).isfinite()
             self._ledger.note("steps", (work.matrix.name,), bad)
             direction = direction.masked_fill(bad, 0)
@@ -278,8 +289,12 @@ def _is_zero(lr: float | Tensor) -> bool:
     return float(lr) == 0.0 if not isinstance(lr, Tensor) or lr.is_cpu else False
 
 
-def _by_parameter(work: Work, direction: Tensor, rows: Tensor | None) -> dict[nn.Parameter, Tensor]:
+def _by_parameter(
+    work: Work, direction: Tensor | list[Product], rows: Tensor | None
+) -> Mapping[nn.Parameter, Tensor | Product]:
     """A matrix's direction as those of its parameters."""
+    if isinstance(direction, list):
+        return dict(zip(work.matrix.active_params, direction, strict=True))
     if rows is not None:
         first = work.matrix.params[0]
         values = direction[0].to(first.dtype).contiguous()

@@ -47,7 +47,8 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
     for dtype, own in by_type.items():
         norms.update(zip(own, torch._foreach_norm([dense[i] for i in own], 2, dtype), strict=True))
     home, wide = dense[0].device, torch.float64 if torch.float64 in by_type else torch.float32
-    return torch.stack([norms[i].to(home, wide) for i in range(len(dense))])
+    alike = len(by_type) == 1 and all(norm.device == home for norm in norms.values())
+    return torch.stack([norms[i] if alike else norms[i].to(home, wide) for i in range(len(dense))])
 
 
 def zero_where(bad: Tensor, tensors: Sequence[Tensor]) -> None:

@@ -19,10 +19,11 @@ from ngplus.matrices import ParameterMatrix
 from ngplus.sync import Team
 
 
-def gradient_matrix(
+def gradient_parts(
     matrix: ParameterMatrix, group: Mapping[str, Any], given: Sequence[Tensor] | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """G as [groups, m, n]. Of a sparse gradient only the rows that it touches, and their indices.
+) -> tuple[list[Tensor], Tensor | None]:
+    """G, [groups, m, n], as the parts that stand side by side in it, one for each trained parameter. Of a sparse
+    gradient only the rows that it touches, and their indices.
 
     ``given`` are the gradients of the trained parameters where they had to be put together from several ranks.
     """
@@ -42,11 +43,12 @@ def gradient_matrix(
         grads[0] = first.values().flatten(1) if rows is not None else first.to_dense()
     if rows is not None:
         assert grads[0] is not None
-        gradient = grads[0][None].to(matrix.dtype)
+        parts = [grads[0][None]]
     else:
         pairs = zip(matrix.active_params, grads, strict=True)
-        gradient = matrix.layout.join([torch.zeros_like(p) if g is None else g for p, g in pairs]).to(matrix.dtype)
-    return (-gradient if group["maximize"] else gradient), rows
+        parts = matrix.layout.parts([torch.zeros_like(p) if g is None else g for p, g in pairs])
+    parts = [part.to(matrix.dtype) for part in parts]
+    return ([-part for part in parts] if group["maximize"] else parts), rows
 
 
 def gradient_norms(work: Iterable[ParameterMatrix]) -> tuple[list[str], Tensor]:

@@ -25,6 +25,7 @@ from ngplus.gathering import Gathering, seed_of
 from ngplus.gradients import captured_scale
 from ngplus.matrices import ParameterMatrix, Use
 from ngplus.plan import Plan, plan_of
+from ngplus.solve import Product
 from ngplus.sync import Replicas, Team
 from ngplus.update import graft_length, with_length
 
@@ -186,7 +187,7 @@ class NGPlus(CapturedOptimizer):
         self._background = Background()
         self._troubles: dict[int, Trouble] = {}  # what the background's refreshes meet
 
-    def _directions(self) -> dict[nn.Parameter, Tensor] | None:
+    def _directions(self) -> dict[nn.Parameter, Tensor | Product] | None:
         self._held.clear()
         return super()._directions()
 
@@ -248,7 +249,7 @@ class NGPlus(CapturedOptimizer):
             due.discard(id(matrix))
             for param in matrix.params:
                 self.state.setdefault(param, {})
-            work = Work(matrix, self._group(matrix), self.state[matrix.params[0]], torch.empty(0), None)
+            work = Work(matrix, self._group(matrix), self.state[matrix.params[0]], [])
             work.state["refreshed"] = self._measures(matrix)
             # Where all ranks keep the moving average, all have the sums; else the owner has.
             gathered = gathering.take(matrix)
@@ -321,32 +322,43 @@ class NGPlus(CapturedOptimizer):
         self._drifts.clear()
 
     def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
-        cut = matrix.cut_of(group)
         wanted = "basis" if group["scaling"] == "adaptive" else "inverse" if "inverse" in state else "factor"
         held = curvatures.read(state, wanted)
         return (
             held is not None
-            and [x.shape[:2] for x in held] == [(cut.groups * count, size) for _, count, size in cut.stacks]
+            and [x.shape[:2] for x in held] == matrix.cut_of(group).shapes
             and held[0].dtype == matrix.dtype
             and held[0].device == matrix.params[0].device
         )
 
     def _precondition(self, works: Sequence[Work]) -> list[Direction]:
         """(lambda I + L)^-1 G or G (lambda I + R)^-1, or Adam's step in the eigenbasis, [groups, m, n]."""
-        stacks = [self._stacks(work) for work in works]
-        by_group: dict[int, list[int]] = {}
+        directions: dict[int, Tensor | list[Product]] = {}
+        together: dict[int, list[int]] = {}
         for i, work in enumerate(works):
-            if work.group["scaling"] == "adaptive" and work.rows is None:
-                by_group.setdefault(id(work.group), []).append(i)
-            elif work.group["scaling"] == "adaptive":
-                stacks[i] = adaptive.sparse_steps(work.state, stacks[i], work.group)
+            if work.group["scaling"] == "inverse":
+                products = self._products(work)
+                if products is None:
+                    stacks = curvatures.apply(work.state, self._stacks(work), work.group)
+                directions[i] = self._merged(work, stacks) if products is None else products
+            elif work.rows is not None:
+                directions[i] = self._merged(work, adaptive.sparse_steps(work.state, self._stacks(work), work.group))
             else:
-                stacks[i] = curvatures.apply(work.state, stacks[i], work.group)
-        for group in by_group.values():
-            steps = adaptive.steps([(works[i].state, stacks[i]) for i in group], works[group[0]].group)
-            for i, stack in zip(group, steps, strict=True):
-                stacks[i] = stack
-        return [(self._merged(work, stack), work.rows) for work, stack in zip(works, stacks, strict=True)]
+                together.setdefault(id(work.group), []).append(i)
+        for own in together.values():
+            steps = adaptive.steps([(works[i].state, self._stacks(works[i])) for i in own], works[own[0]].group)
+            directions.update({i: self._merged(works[i], stacks) for i, stacks in zip(own, steps, strict=True)})
+        return [(directions[i], work.rows) for i, work in enumerate(works)]
+
+    def _products(self, work: Work) -> list[Product] | None:
+        """The directions of the parameters as products that the update works out, where that is all there is to do."""
+        matrix, group = work.matrix, work.group
+        cut, team = matrix.cut_of(group), self._team(matrix)
+        if not matrix.straight or cut.size != cut.d or work.rows is not None or group["graft"] is not None:
+            return None
+        if team is not None and team.is_away(matrix):
+            return None
+        return curvatures.products(work.state, work.parts, matrix.side(group["side"]), group)
 
     def _stacks(self, work: Work) -> list[Tensor]:
         """The gradient with its curved dimension first, in the blocks of its matrix."""

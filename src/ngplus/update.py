@@ -13,14 +13,21 @@ from torch import Tensor, nn
 
 from ngplus.dtensor import like, local
 from ngplus.faults import LONGEST_STEP, look, norms_of, zero_where
+from ngplus.solve import Product
 
 Group = dict[str, Any]
 State = dict[str, Any]
 
+PIECE = 2**22  # on a CPU, the numbers that are updated together: few enough to be still in its cache
+
+
+def worked_out(param: nn.Parameter, direction: Tensor | Product) -> Tensor:
+    return direction.tensor().reshape(param.shape) if isinstance(direction, Product) else direction
+
 
 def update_parameters(
     group: Mapping[str, Any],
-    directions: Mapping[nn.Parameter, Tensor],
+    directions: Mapping[nn.Parameter, Tensor | Product],
     states: MutableMapping[Tensor, State],
     skip: Tensor | None = None,
 ) -> tuple[list[nn.Parameter], Tensor]:
@@ -31,7 +38,7 @@ def update_parameters(
     A step that would leave its parameter not finite is left out, and its momentum begins anew: the parameters are
     returned with a flag for each, [n]. Where ``skip`` is set, no parameter changes.
     """
-    lr, decay = group["lr"], group["weight_decay"]
+    lr = group["lr"]
     if isinstance(lr, Tensor):
         lr = lr.reshape(())
     elif torch.compiler.is_compiling():  # a number becomes a constant of the graph, and a schedule recompiles it
@@ -39,21 +46,78 @@ def update_parameters(
     params = [param for param in group["params"] if param in directions]
     if not params:
         return params, torch.zeros(0, dtype=torch.bool)
-    steps = [directions[param] for param in params]
-    dense = [i for i, step in enumerate(steps) if not step.is_sparse]
+    flags = []
+    for piece in _pieces(params):
+        steps = _steps(group, piece, [directions[param] for param in piece], states)
+        flags.append(_make(piece, steps, states, skip, lr))
+    return params, flags[0] if len(flags) == 1 else torch.cat([flag.to(flags[0].device) for flag in flags])
 
-    def replace(new: Sequence[Tensor]) -> None:
-        for i, step in zip(dense, new, strict=True):
+
+def _pieces(params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    if torch.compiler.is_compiling() or not all(param.is_cpu for param in params):
+        return [params]
+    pieces: list[list[nn.Parameter]] = [[]]
+    size = 0
+    for param in params:
+        if size + param.numel() > PIECE and pieces[-1]:
+            pieces.append([])
+            size = 0
+        pieces[-1].append(param)
+        size += param.numel()
+    return pieces
+
+
+def _steps(
+    group: Mapping[str, Any],
+    params: list[nn.Parameter],
+    directions: Sequence[Tensor | Product],
+    states: MutableMapping[Tensor, State],
+) -> list[Tensor]:
+    """The directions with weight decay and momentum."""
+    decay, decoupled = group["weight_decay"], group["decoupled_weight_decay"]
+    momentum = group["momentum"] if group["scaling"] == "inverse" else 0.0
+    in_product = momentum != 0 and not group["nesterov"] and group["step"] > 0
+    steps: list[Tensor] = []
+    added, rest = [], []  # those whose momentum is a part of their product, and all others that are not sparse
+    for i, (param, direction) in enumerate(zip(params, directions, strict=True)):
+        if in_product and isinstance(direction, Product) and "momentum_buffer" in states[param]:
+            steps.append(states[param]["momentum_buffer"])
+            direction.add_to(steps[-1], momentum)
+            added.append(i)
+        else:
+            steps.append(worked_out(param, direction))
+            if not direction.is_sparse:
+                rest.append(i)
+
+    def pick(tensors: Sequence[Tensor], which: list[int]) -> list[Tensor]:
+        return [tensors[i] for i in which]
+
+    def replace(which: list[int], new: Sequence[Tensor]) -> None:
+        for i, step in zip(which, new, strict=True):
             steps[i] = step
 
-    wholes = [params[i] for i in dense]
-    weights = [local(param) for param in wholes]  # of sharded parameters, the part that is here
-    if dense and decay != 0 and not group["decoupled_weight_decay"]:
-        replace(torch._foreach_add([steps[i] for i in dense], weights, alpha=decay))
-    if dense and group["momentum"] != 0 and group["scaling"] == "inverse":
-        replace(_with_momentum(group, wholes, [steps[i] for i in dense], states))
-    if dense and decay != 0 and group["decoupled_weight_decay"]:
-        replace(torch._foreach_add([steps[i] for i in dense], weights, alpha=decay))
+    weights = [local(param) for param in params]  # of sharded parameters, the part that is here
+    if decay != 0 and not decoupled:
+        if added:
+            torch._foreach_add_(pick(steps, added), pick(weights, added), alpha=decay)
+        if rest:
+            replace(rest, torch._foreach_add(pick(steps, rest), pick(weights, rest), alpha=decay))
+    if rest and momentum != 0:
+        replace(rest, _with_momentum(group, [params[i] for i in rest], pick(steps, rest), states))
+    if decay != 0 and decoupled and added + rest:
+        dense = added + rest
+        replace(dense, torch._foreach_add(pick(steps, dense), pick(weights, dense), alpha=decay))
+    return steps
+
+
+def _make(
+    params: list[nn.Parameter],
+    steps: list[Tensor],
+    states: MutableMapping[Tensor, State],
+    skip: Tensor | None,
+    lr: float | Tensor,
+) -> Tensor:
+    """W <- W - lr * step, and the flags of those that were left out."""
     parts = [local(param) for param in params]
     bad = _too_long(parts, steps, lr)
     _subtract(parts, steps, lr, bad if skip is None else bad | skip)
@@ -61,7 +125,7 @@ def update_parameters(
     if seen is None or any(seen):
         buffers = [states[param].get("momentum_buffer") for param in params]
         zero_where(bad, [torch.empty(0) if buffer is None else local(buffer) for buffer in buffers])
-    return params, bad
+    return bad
 
 
 def _too_long(params: Sequence[Tensor], steps: list[Tensor], lr: float | Tensor) -> Tensor:

@@ -61,9 +61,16 @@ class Layout:
         self.widths = [cols for _, cols in sizes]
         self.cols = sum(self.widths)
 
+    def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Each as the columns that it takes, [groups, m, width]; a view unless it is turned."""
+        return [
+            t.reshape(self.groups, self.rows, width) if kind != "turned" else _turned(t, self.groups, self.rows)
+            for t, kind, width in zip(tensors, self.kinds, self.widths, strict=True)
+        ]
+
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """[groups, m, n]; a view where there is one part that is not turned."""
-        parts = [_to_matrix(t, kind, self.groups) for t, kind in zip(tensors, self.kinds, strict=True)]
+        parts = self.parts(tensors)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def split(self, matrix: Tensor) -> list[Tensor]:
@@ -87,12 +94,9 @@ def _rows_and_cols(shape: torch.Size, kind: str, groups: int) -> tuple[int, int]
     return shape[0] // groups, prod(shape[1:])
 
 
-def _to_matrix(tensor: Tensor, kind: str, groups: int) -> Tensor:
-    rows, cols = _rows_and_cols(tensor.shape, kind, groups)
-    if kind != "turned":
-        return tensor.reshape(groups, rows, cols)
+def _turned(tensor: Tensor, groups: int, rows: int) -> Tensor:
     inputs = tensor.shape[0] // groups
-    return tensor.reshape(groups, inputs, rows, -1).transpose(1, 2).reshape(groups, rows, cols)
+    return tensor.reshape(groups, inputs, rows, -1).transpose(1, 2).reshape(groups, rows, -1)
 
 
 def _from_matrix(matrix: Tensor, shape: torch.Size, kind: str) -> Tensor:
