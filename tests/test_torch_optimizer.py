@@ -15,7 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from test_state import assert_same, loss_of, one_thread, small_net, train
+from test_state import assert_same, loss_of, small_net, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR, PolynomialLR, ReduceLROnPlateau, StepLR
@@ -36,7 +36,6 @@ from torch.testing._internal.common_optimizers import (  # noqa: E402
 hypothesis.settings.load_profile(profile)
 torch.backends.__allow_nonbracketed_mutation_flag = frozen
 
-__all__ = ["one_thread"]  # a fixture
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
