@@ -31,7 +31,7 @@ from ngplus.blocks import Cut
 from ngplus.factors import Bags, Factors, Lookup
 from ngplus.sketch import Sketch
 
-CHUNK_BYTES = 64 * 2**20
+CHUNK_BYTES = 16 * 2**20
 FORMS = ("rank-one", "gram", "explicit")
 
 

@@ -109,7 +109,7 @@ def _build_rows(module: nn.MultiheadAttention, start: int, total: int, vector: b
         assert x is not None
         part = linear_factors(x, grad, (False, True) if vector else active, _batch(module, x, batch))
         assert isinstance(part.left, Tensor)
-        left = F.pad(part.left, (start, total - start - part.rows))
+        left = part.left if part.rows == total else F.pad(part.left, (start, total - start - part.rows))
         return Outer(left, part.right, ones=part.ones)
 
     return build
@@ -143,22 +143,33 @@ def _project(
     return tuple(outs)
 
 
-_SHADOWED = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+class _Identity(Tensor):
+    """A weight with which F.linear gives its input, without the product. (torch's attention looks at its out projection
+    before it begins, and would hand the whole of its work to such a tensor: there the identity is a plain one.)"""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            return args[0].contiguous()
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+_SHADOWED = ("in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 def _hide_projections(module: nn.MultiheadAttention, like: Tensor) -> None:
-    """Attributes of the instance come before registered parameters, which stay untouched."""
+    """Attributes of the instance come before registered parameters, which stay untouched. Packed projections become
+    separate ones for the time of the call."""
     eye = torch.eye(module.embed_dim, dtype=module.out_proj.weight.dtype, device=like.device)
-    if module._qkv_same_embed_dim:
-        module.__dict__["in_proj_weight"] = eye.repeat(3, 1)
-    else:
-        module.__dict__.update(q_proj_weight=eye, k_proj_weight=eye, v_proj_weight=eye)
-    module.__dict__["in_proj_bias"] = None
+    same = eye.as_subclass(_Identity)
+    module.__dict__.update(in_proj_bias=None, q_proj_weight=same, k_proj_weight=same, v_proj_weight=same)
+    module.__dict__["_qkv_same_embed_dim"] = False
     module.out_proj.__dict__.update(weight=eye, bias=None)
 
 
 def _show_projections(module: nn.MultiheadAttention) -> None:
     for name in _SHADOWED:
         module.__dict__.pop(name, None)
+    module._qkv_same_embed_dim = module.in_proj_weight is not None
     module.out_proj.__dict__.pop("weight", None)
     module.out_proj.__dict__.pop("bias", None)

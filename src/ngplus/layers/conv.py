@@ -35,6 +35,10 @@ class Patches:
         samples: int,
         flip: bool = False,
     ) -> None:
+        if _prod(kernel) == 1 and _prod(stride) > 1:  # what a stride leaves out, nothing sees
+            every: tuple[Any, ...] = (..., *(slice(None, None, s) for s in stride))
+            padded = padded[every]
+            stride = (1,) * len(stride)
         self._x = padded.unflatten(0, (samples, -1)).unflatten(2, (groups, -1))  # [samples, rows, groups, in, *size]
         self._kernel, self._stride, self._dilation, self._flip = tuple(kernel), tuple(stride), tuple(dilation), flip
         spans = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
