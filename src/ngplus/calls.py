@@ -55,7 +55,8 @@ class Call:
 
 
 class Slot:
-    """One use in one call, waiting for its gradient."""
+    """One use in one call, waiting for its gradient. ``held`` is what :class:`Saved` gave: without it, older torch frees
+    the node's tensors."""
 
     def __init__(self, use: Use, call: Call, build: Build, held: Any, shape: torch.Size, dim: int | None) -> None:
         self.use, self.call, self.build, self.held, self.shape, self.dim = use, call, build, held, shape, dim
@@ -69,7 +70,7 @@ class Slot:
                 raise ValueError(f"The batch that reached {matrix.name!r} has no samples: leave empty batches out")
             return None  # a layer that got none of the samples, such as an expert without tokens
         try:
-            saved = self.held.saved_tensors  # may run a checkpointed forward again, hooks and all
+            saved = self.held.grad_fn.saved_tensors  # may run a checkpointed forward again, hooks and all
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise

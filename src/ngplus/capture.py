@@ -239,7 +239,7 @@ class Capture:
         matrix, call = use.matrix, self._present_call()
         anchor = torch.zeros((), requires_grad=True)
         saved = [None if x is None else x.detach() for x in inputs]
-        held = Saved.apply(anchor, *saved).grad_fn  # type: ignore[no-untyped-call]
+        held = Saved.apply(anchor, *saved)  # type: ignore[no-untyped-call]
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
             if call.hidden[id(matrix)] > 0:
