@@ -55,8 +55,8 @@ class Call:
 
 
 class Slot:
-    """One use in one call, waiting for its gradient. ``held`` is what :class:`Saved` gave: without it, older torch frees
-    the node's tensors."""
+    """One use in one call, waiting for its gradient. ``held`` is what :class:`Saved` gave: older torch frees the node's
+    tensors without it."""
 
     def __init__(self, use: Use, call: Call, build: Build, held: Any, shape: torch.Size, dim: int | None) -> None:
         self.use, self.call, self.build, self.held, self.shape, self.dim = use, call, build, held, shape, dim
