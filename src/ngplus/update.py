@@ -18,8 +18,6 @@ from ngplus.solve import Product
 Group = dict[str, Any]
 State = dict[str, Any]
 
-PIECE = 2**22  # on a CPU, the numbers that are updated together: few enough to be still in its cache
-
 
 def worked_out(param: nn.Parameter, direction: Tensor | Product) -> Tensor:
     return direction.tensor().reshape(param.shape) if isinstance(direction, Product) else direction
@@ -46,25 +44,15 @@ def update_parameters(
     params = [param for param in group["params"] if param in directions]
     if not params:
         return params, torch.zeros(0, dtype=torch.bool)
-    flags = []
-    for piece in _pieces(params):
-        steps = _steps(group, piece, [directions[param] for param in piece], states)
-        flags.append(_make(piece, steps, states, skip, lr))
-    return params, flags[0] if len(flags) == 1 else torch.cat([flag.to(flags[0].device) for flag in flags])
-
-
-def _pieces(params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    if torch.compiler.is_compiling() or not all(param.is_cpu for param in params):
-        return [params]
-    pieces: list[list[nn.Parameter]] = [[]]
-    size = 0
-    for param in params:
-        if size + param.numel() > PIECE and pieces[-1]:
-            pieces.append([])
-            size = 0
-        pieces[-1].append(param)
-        size += param.numel()
-    return pieces
+    steps = _steps(group, params, [directions[param] for param in params], states)
+    parts = [local(param) for param in params]
+    bad = _too_long(parts, steps, lr)
+    _subtract(parts, steps, lr, bad if skip is None else bad | skip)
+    seen = look(bad)
+    if seen is None or any(seen):
+        buffers = [states[param].get("momentum_buffer") for param in params]
+        zero_where(bad, [torch.empty(0) if buffer is None else local(buffer) for buffer in buffers])
+    return params, bad
 
 
 def _steps(
@@ -108,24 +96,6 @@ def _steps(
         dense = added + rest
         replace(dense, torch._foreach_add(pick(steps, dense), pick(weights, dense), alpha=decay))
     return steps
-
-
-def _make(
-    params: list[nn.Parameter],
-    steps: list[Tensor],
-    states: MutableMapping[Tensor, State],
-    skip: Tensor | None,
-    lr: float | Tensor,
-) -> Tensor:
-    """W <- W - lr * step, and the flags of those that were left out."""
-    parts = [local(param) for param in params]
-    bad = _too_long(parts, steps, lr)
-    _subtract(parts, steps, lr, bad if skip is None else bad | skip)
-    seen = look(bad)
-    if seen is None or any(seen):
-        buffers = [states[param].get("momentum_buffer") for param in params]
-        zero_where(bad, [torch.empty(0) if buffer is None else local(buffer) for buffer in buffers])
-    return bad
 
 
 def _too_long(params: Sequence[Tensor], steps: list[Tensor], lr: float | Tensor) -> Tensor:
