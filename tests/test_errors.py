@@ -498,3 +498,16 @@ def test_errors_name_the_parameter() -> None:
         ngplus.NGPlus(model, momentum=-1)
     with pytest.raises(ValueError, match=r"Invalid beta2: 1.0 \(a number of 0 or more and below 1\)"):
         ngplus.NGPlus(model, beta2=1.0)
+
+
+def test_sharded_parameters_are_refused_where_torch_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sharded(torch.Tensor):
+        """A DTensor is known by this method."""
+
+        def to_local(self) -> Tensor:
+            return self.as_subclass(Tensor)
+
+    monkeypatch.setattr(torch, "__version__", "2.8.0")
+    weight = nn.Parameter(torch.zeros(2, 3).as_subclass(Sharded))
+    with pytest.raises(RuntimeError, match=r"need torch 2\.13 or newer, and this is 2\.8\.0"):
+        ngplus.NGPlus([("weight", weight)], curvature="batch")
