@@ -36,7 +36,7 @@ format: $(VENV)/.dev ## let ruff fix and format the code
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.dev ## the documentation site in site/, strict: no broken links
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "open site/index.html; with search: $(BIN)/python -m http.server --directory site"
 
 pictures: $(VENV)/.dev ## draw the pictures of docs/ that are made from the code
