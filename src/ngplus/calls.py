@@ -69,6 +69,8 @@ class Slot:
             if batch.size == 0:
                 raise ValueError(f"The batch that reached {matrix.name!r} has no samples: leave empty batches out")
             return None  # a layer that got none of the samples, such as an expert without tokens
+        if self.held is None:
+            raise NotPerSample("its gradient came twice, of a graph that was not retained")
         try:
             saved = self.held.grad_fn.saved_tensors  # may run a checkpointed forward again, hooks and all
         except RuntimeError as error:

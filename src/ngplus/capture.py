@@ -292,6 +292,8 @@ class Capture:
                 return
             finally:
                 slot.grad = None
+                if not call.retained:
+                    slot.held = None  # the graph, and with it this slot, lives on as long as the loss
         if factors is not None:
             self._ready.setdefault(id(matrix), []).append((call, factors))
 
