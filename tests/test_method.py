@@ -421,6 +421,10 @@ def test_grafting_to_adam() -> None:
         assert ref.relative_error(update / update.norm(), shape / shape.norm()) < 1e-6
 
 
+# Adaptive scaling without what its defaults add.
+BARE = {"scaling": "adaptive", "curvature": "sample", "side": "smaller", "nesterov": False, "early_refreshes": False}
+
+
 class PlainAdaptive:
     """Adam's moments in the eigenbasis of L or R, as DESIGN.md has it, with nothing but torch.linalg.eigh."""
 
@@ -467,10 +471,7 @@ def test_adaptive_scaling(shape: tuple[int, int], every: int) -> None:
     compare(
         PlainAdaptive(0.8, 0.95, every),
         shape=shape,
-        update_every=every,
-        scaling="adaptive",
-        momentum=0.8,
-        beta2=0.95,
+        **{**BARE, "update_every": every, "momentum": 0.8, "beta2": 0.95},
     )
 
 
@@ -481,12 +482,7 @@ def test_adaptive_scaling_with_batch_curvature(shape: tuple[int, int]) -> None:
         PlainAdaptiveBatch(0.8, 0.95, 1),
         shape=shape,
         steps=4,
-        update_every=1,
-        scaling="adaptive",
-        momentum=0.8,
-        beta2=0.95,
-        curvature="batch",
-        beta=0.8,
+        **{**BARE, "update_every": 1, "momentum": 0.8, "beta2": 0.95, "curvature": "batch", "beta": 0.8},
     )
 
 
@@ -500,6 +496,12 @@ class PlainTwoSided:
     def __init__(self, beta1: float, beta2: float, every: int) -> None:
         self.beta1, self.beta2, self.every = beta1, beta2, every
 
+    def refreshes(self, k: int) -> bool:
+        return k % self.every == 0
+
+    def curvature(self, grads: Tensor, side: str) -> Tensor:
+        return ref.gfim(grads, side)
+
     def basis(self, matrix: Tensor) -> Tensor:
         d = matrix.shape[-1]
         tilt = torch.diag(torch.linspace(0, 1, d)) * torch.finfo(matrix.dtype).eps ** 0.5
@@ -507,8 +509,8 @@ class PlainTwoSided:
 
     def __call__(self, k: int, grads: Tensor, _: Tensor) -> Tensor:
         gradient = grads.mean(0)
-        if k % self.every == 0:
-            left, right = (self.basis(ref.gfim(grads, side)) for side in ("left", "right"))
+        if self.refreshes(k):
+            left, right = (self.basis(self.curvature(grads, side)) for side in ("left", "right"))
             if k == 0:
                 self.m, self.v = torch.zeros_like(gradient), torch.zeros_like(gradient)
             else:
@@ -519,8 +521,58 @@ class PlainTwoSided:
         self.m = self.beta1 * self.m + (1 - self.beta1) * turned
         self.v = self.beta2 * self.v + (1 - self.beta2) * turned**2
         t = k + 1
-        step = (self.m / (1 - self.beta1**t)) / ((self.v / (1 - self.beta2**t)).sqrt() + 1e-8)
+        step = (self.ahead(turned) / (1 - self.beta1**t)) / ((self.v / (1 - self.beta2**t)).sqrt() + 1e-8)
         return self.left @ step @ self.right.mT
+
+    def ahead(self, turned: Tensor) -> Tensor:
+        return self.m
+
+
+class PlainDefault(PlainTwoSided):
+    """What a newcomer gets: moving averages of L and R, refreshes after 1, 2, 4, 8 steps and every T, Nesterov."""
+
+    def __init__(self) -> None:
+        super().__init__(0.9, 0.95, 10)
+        self.averages: dict[str, Tensor] = {}
+
+    def refreshes(self, k: int) -> bool:
+        return k in (0, 1, 2, 4, 8, 10)
+
+    def curvature(self, grads: Tensor, side: str) -> Tensor:
+        new = ref.gfim(grads, side)
+        self.averages[side] = 0.5 * self.averages[side] + 0.5 * new if side in self.averages else new
+        return self.averages[side]
+
+    def ahead(self, turned: Tensor) -> Tensor:
+        return self.beta1 * self.m + (1 - self.beta1) * turned
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_default(shape: tuple[int, int]) -> None:
+    model = nn.Linear(*shape)
+    plain, optimizer = PlainDefault(), ngplus.NGPlus(model)
+    for k, (x, y) in enumerate(batches(13, features=shape[0], outputs=shape[1])):
+        before = matrix_of(model)
+        wanted = plain(k, per_sample(model, x, y), before)
+        train(model, optimizer, x, y)
+        assert ref.relative_error(before - matrix_of(model), 0.01 * wanted) < 1e-6, k
+
+
+def test_what_the_default_settles_on() -> None:
+    """Blocks and a sketch have one side; the paper's scaling has none of what is new."""
+
+    def settled(**options: Any) -> list[Any]:
+        group = ngplus.NGPlus(nn.Linear(4, 3), **options).param_groups[0]
+        return [group[name] for name in ("side", "curvature", "beta", "nesterov", "early_refreshes")]
+
+    assert settled() == ["both", "momentum", 0.5, True, True]
+    assert settled(scaling="inverse") == ["smaller", "sample", 0.9, False, False]
+    assert settled(block_size=2)[0] == settled(sketch=2)[0] == "smaller"
+    assert settled(curvature="batch")[2] == 0.95
+    assert settled(momentum=0.0)[3] is False
+    assert settled(side="left", curvature="sample", beta=0.7, nesterov=False, early_refreshes=False) == [
+        *("left", "sample", 0.7, False, False)
+    ]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -529,11 +581,7 @@ def test_adaptive_scaling_of_both_sides(shape: tuple[int, int], every: int) -> N
     compare(
         PlainTwoSided(0.8, 0.95, every),
         shape=shape,
-        update_every=every,
-        scaling="adaptive",
-        side="both",
-        momentum=0.8,
-        beta2=0.95,
+        **{**BARE, "side": "both", "update_every": every, "momentum": 0.8, "beta2": 0.95},
     )
 
 
@@ -562,7 +610,7 @@ def test_both_sides_of_grouped_convolutions_tables_and_vectors() -> None:
 
 def test_a_change_from_one_side_to_both_is_a_refresh() -> None:
     model = nn.Linear(5, 3)
-    optimizer = ngplus.NGPlus(model, lr=0.01, update_every=100)
+    optimizer = ngplus.NGPlus(model, lr=0.01, update_every=100, side="smaller", early_refreshes=False)
     (x, y), *rest = batches(3)
     train(model, optimizer, x, y)
     optimizer.param_groups[0]["side"] = "both"
@@ -589,7 +637,7 @@ def test_adaptive_scaling_of_a_vector_is_adam() -> None:
             return torch.tanh(x + self.v)
 
     ours, theirs = Shift(), Shift()
-    first = ngplus.NGPlus(ours, lr=0.1, scaling="adaptive", momentum=0.9, beta2=0.99)
+    first = ngplus.NGPlus(ours, lr=0.1, scaling="adaptive", momentum=0.9, beta2=0.99, nesterov=False)
     second = torch.optim.Adam(theirs.parameters(), lr=0.1, betas=(0.9, 0.99))
     for _ in range(5):
         x = torch.randn(6, 4)

@@ -71,7 +71,8 @@ def test_every_parameter_has_one_row() -> None:
         ("4.weight", "4.bias"),
     ]
     assert [row.shape for row in plan] == [(4, 19), (4, 2), (3, 17)]
-    assert [row.side for row in plan] == ["left", "right", "left"]
+    assert [row.side for row in plan] == ["both", "right", "both"]
+    assert [row.side for row in ngplus.NGPlus(model, side="smaller").plan()] == ["left", "right", "left"]
     assert plan["1.bias"] is plan[1]
     assert plan.as_dicts()[0]["name"] == "0.weight"
     with pytest.raises(KeyError):
@@ -111,7 +112,7 @@ def test_curvature_is_recovered_from_the_inverse() -> None:
     torch.manual_seed(0)
     for options in ({"scaling": "inverse", "solver": "dense"}, {"scaling": "adaptive"}):
         model = net().double()
-        optimizer = ngplus.NGPlus(model, **options)
+        optimizer = ngplus.NGPlus(model, curvature="sample", early_refreshes=False, **options)
         x, y = (t.double() for t in data())
         one_step(model, optimizer, x, y)
         exact = {name: optimizer.curvature(name).matrix.clone() for name, _ in model.named_parameters()}

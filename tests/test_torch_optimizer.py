@@ -622,4 +622,5 @@ def test_optimizer_can_be_printed() -> None:
     for optim_input in INPUTS:
         text = repr(build(optim_input, small_net()))
         assert text.startswith("NGPlus (")
-        assert f"curvature: {optim_input.kwargs.get('curvature', 'sample')}" in text
+        paper = optim_input.kwargs.get("scaling") == "inverse"
+        assert f"curvature: {optim_input.kwargs.get('curvature', 'sample' if paper else 'momentum')}" in text

@@ -48,7 +48,7 @@ class BoundOptimizer(Optimizer):
             raise ValueError(f"Invalid distribution: {distribution!r} (one of {', '.join(map(repr, DISTRIBUTIONS))})")
         self._distribution = distribution
         defaults = {**defaults, "step": 0, "state_version": layout.VERSION}
-        self._check(defaults)
+        self._check({**defaults, **self._settled(defaults)})
         self._option_names = tuple(defaults)
         if isinstance(params, nn.Module):
             if model is not None and model is not params:
@@ -81,6 +81,10 @@ class BoundOptimizer(Optimizer):
 
     def _bound(self, uses: list[Use]) -> None:
         """After parameters have been bound to matrices."""
+
+    def _settled(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Values for the options that a group leaves open."""
+        return {}
 
     def _check(self, group: Mapping[str, Any]) -> None:
         """ValueError for the first option that does not make sense."""
@@ -125,6 +129,7 @@ class BoundOptimizer(Optimizer):
         """As in torch.optim; the new parameters' first refresh is at the next step."""
         if isinstance(param_group, dict):
             param_group = {**param_group, "step": 0}
+            param_group.update(self._settled({**self.defaults, **param_group}))
             merged = {**self.defaults, **param_group}
             self._check(merged)
             if self._captures(merged) and self._model is None:
@@ -180,7 +185,9 @@ class BoundOptimizer(Optimizer):
 
     def _due(self, matrix: ParameterMatrix) -> bool:
         group = self._group(matrix)
-        return group["step"] % group["update_every"] == 0 or not self._fitted(matrix)
+        step, every = group["step"], group["update_every"]
+        early = self._complete(group)["early_refreshes"] and step < every and step & (step - 1) == 0
+        return step % every == 0 or early or not self._fitted(matrix)
 
     def _fitted(self, matrix: ParameterMatrix) -> bool:
         """Is there curvature that fits? Where it is with its owner alone, all ranks go by what they have noted."""
@@ -219,7 +226,7 @@ class BoundOptimizer(Optimizer):
 
         def check(_: Optimizer, given: dict[str, Any]) -> None:
             own = [[(self._names[p], p) for p in group["params"]] for group in self.param_groups]
-            layout.check(given, own, type(self).__name__, lambda group: self._check({**self.defaults, **group}))
+            layout.check(given, own, type(self).__name__, lambda group: self._check(self._loaded(group)))
             seen.append(given)
 
         handle = self.register_load_state_dict_pre_hook(check)
@@ -236,8 +243,8 @@ class BoundOptimizer(Optimizer):
                 elif isinstance(value, dict) and not value:  # a distributed checkpoint's way to say "not there"
                     self.state[param].pop(key, None)
         for group in self.param_groups:
-            for key in self._option_names:  # options that are newer than the checkpoint
-                group.setdefault(key, self.defaults[key])
+            loaded = self._loaded(group)
+            group.update({key: loaded[key] for key in self._option_names})
         self._of_param.update({param: group for group in self.param_groups for param in group["params"]})
         self._of_matrix = {id(matrix): self._of_param[matrix.params[0]] for matrix in self._matrices}
         for team in self._teams:
@@ -251,6 +258,11 @@ class BoundOptimizer(Optimizer):
         if self._gathering is not None:
             self._gathering.forget()
         self._arm()
+
+    def _loaded(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a saved group; those that are newer than its checkpoint get a value."""
+        merged = {**self.defaults, **layout.renewed(group)}
+        return {**merged, **self._settled(merged)}
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_model", "_batch_dim", "_option_names", "_distribution")

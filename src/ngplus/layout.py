@@ -5,6 +5,7 @@ version layout
 ======= =========================================================================================================
 0       before there were versions: groups have no ``state_version``. Loads; options that are newer get their default
 1       ``state_version`` in each group
+2       ``early_refreshes``; ``side="auto"`` is written out, as "both" or "smaller"
 ======= =========================================================================================================
 
 On the way from gradient to step: beside it, at ``load_state_dict``.
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ngplus.dtensor import local
 
-VERSION = 1
+VERSION = 2
 NEEDED = ("lr", "damping", "update_every", "step")  # in the groups of NG+ and its rivals, and in no other optimizer's
 
 
@@ -59,6 +60,14 @@ def check(
         if i in by_id:
             name, param = by_id[i]
             _check_entries(name, param, entries)
+
+
+def renewed(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved group's options in today's words, with the meaning that they had."""
+    if group.get("state_version", 0) >= 2:
+        return dict(group)
+    old = {"early_refreshes": False, **group, "state_version": VERSION}
+    return {**old, "side": "smaller"} if group.get("side") == "auto" else old
 
 
 def _parts(given: Any, whose: str) -> tuple[list[dict[str, Any]], Mapping[Any, Any]]:

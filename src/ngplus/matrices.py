@@ -91,7 +91,7 @@ class ParameterMatrix:
 
     def side(self, wanted: str) -> str:
         """The paper's rule: left where m <= n, right where m > n. Of both sides it names the first."""
-        if wanted not in ("auto", "both"):
+        if wanted not in ("auto", "smaller", "both"):
             return wanted
         return "left" if self.layout.rows <= self.layout.cols else "right"
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from ngplus import adaptive, sharing
+from ngplus import adaptive, options, sharing
 from ngplus import curvature as curvatures
 from ngplus.background import Background
 from ngplus.calls import BatchDims
@@ -58,7 +58,7 @@ class NGPlus(CapturedOptimizer):
 
         W <- W - lr (lambda I + L)^-1 G    or    W <- W - lr G (lambda I + R)^-1
 
-    The default, ``scaling="adaptive"``, keeps Adam's two moments in the eigenbasis of L or R in place of the inverse.
+    The default, ``scaling="adaptive"``, keeps Adam's two moments in the eigenbases of L and R in place of the inverse.
 
     Examples:
         >>> model = nn.Linear(4, 2)
@@ -76,24 +76,29 @@ class NGPlus(CapturedOptimizer):
         lr: learning rate, a number or a one-element tensor.
         model: the module that the parameters belong to, where ``params`` is not a module.
         momentum, nesterov, weight_decay, maximize: as in torch.optim.SGD, applied to the preconditioned direction. With
-            ``scaling="adaptive"``, ``momentum`` is Adam's first beta.
+            ``scaling="adaptive"``, ``momentum`` is Adam's first beta, and ``nesterov`` is on unless it is given.
         decoupled_weight_decay: decay the weights directly, by ``lr * weight_decay``, outside of the momentum.
         damping: lambda, of ``scaling="inverse"`` and of the start of ``"batch"``. A number is absolute, the paper's;
             ``"auto"`` is relative damping of 0.1.
         damping_mode: ``"absolute"``, or ``"relative"``: damping is a multiple of each layer's mean eigenvalue
             trace(L)/d.
         update_every: T, the number of steps between two refreshes. The first is at the first step.
+        early_refreshes: refreshes after 1, 2, 4, 8, ... steps, too, as long as that is below T: at the beginning the
+            curvature changes fast. On with ``scaling="adaptive"``, off with ``"inverse"``, unless it is given.
         curvature: ``"sample"``, the paper's L and R; ``"momentum"``, their moving average with ``beta``; ``"batch"``,
             from mini-batch gradients with ``beta`` and ``gamma`` (1 - beta where None), started from lambda I, updated
-            in every step; it needs no model.
+            in every step; it needs no model. Unless it is given, ``"momentum"`` with ``scaling="adaptive"``, and
+            ``"sample"`` with ``"inverse"``.
         scaling: ``"adaptive"``, Adam's moments in the eigenbasis of L or R (``momentum``, ``beta2``, ``eps``), with
             learning rates like Adam's; ``"inverse"``, the paper's direction, with learning rates like SGD's.
         beta, gamma: the weights of the moving averages: Lbar = beta Lbar + (1 - beta) L for ``"momentum"``, and
-            Ltilde = beta Ltilde + gamma G G^T for ``"batch"``.
+            Ltilde = beta Ltilde + gamma G G^T for ``"batch"``. Unless it is given, ``beta`` is 0.9 with
+            ``scaling="inverse"``, and with ``"adaptive"`` 0.5 for ``"momentum"`` and 0.95 for ``"batch"``.
         beta2, eps: Adam's second beta and epsilon, for ``scaling="adaptive"`` and ``graft="adam"``.
         samples: size or fraction of the random sub-sample S of the batch; None is the whole batch.
-        side: ``"auto"`` (left where m <= n), ``"left"`` or ``"right"``. With ``scaling="adaptive"`` also ``"both"``:
-            the bases of L and of R, wherever the larger one has 1,024 rows or less.
+        side: ``"smaller"`` (left where m <= n), ``"left"`` or ``"right"``. With ``scaling="adaptive"`` also ``"both"``:
+            the bases of L and of R, wherever the larger one has 1,024 rows or less. ``"auto"`` is ``"both"`` with
+            ``scaling="adaptive"`` and neither blocks nor a sketch, and ``"smaller"`` otherwise.
         solver: ``"dense"`` (Cholesky), ``"woodbury"``, ``"sketched"`` (sketched least squares), or ``"auto"``, the
             cheapest exact one for each layer.
         block_size: p of the block-diagonal form.
@@ -122,15 +127,15 @@ class NGPlus(CapturedOptimizer):
         *,
         model: nn.Module | None = None,
         momentum: float = 0.9,
-        nesterov: bool = False,
+        nesterov: bool | None = None,
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = False,
         damping: float | str = 0.3,
         damping_mode: str = "absolute",
         update_every: int = 10,
-        curvature: str = "sample",
+        curvature: str | None = None,
         scaling: str = "adaptive",
-        beta: float = 0.9,
+        beta: float | None = None,
         gamma: float | None = None,
         beta2: float = 0.95,
         eps: float = 1e-8,
@@ -142,6 +147,7 @@ class NGPlus(CapturedOptimizer):
         graft: str | None = None,
         loss_reduction: str = "mean",
         batch_dim: BatchDims = 0,
+        early_refreshes: bool | None = None,
         background: bool | int = False,
         drift: float | None = None,
         seed: int = 0,
@@ -171,12 +177,16 @@ class NGPlus(CapturedOptimizer):
             "sketch": sketch if not isinstance(sketch, Mapping) else dict(sketch),
             "graft": graft,
             "loss_reduction": loss_reduction,
+            "early_refreshes": early_refreshes,
             "background": background,
             "drift": drift,
             "seed": seed,
             "maximize": maximize,
         }
         super().__init__(params, model, batch_dim, defaults, process_group, distribution)
+
+    def _settled(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return options.settled(group)
 
     def _captures(self, group: Mapping[str, Any]) -> bool:
         return bool(group["curvature"] != "batch")

@@ -16,12 +16,31 @@ from ngplus.sketch import SketchSpec
 CHOICES = {
     "curvature": ("sample", "momentum", "batch"),
     "scaling": ("inverse", "adaptive"),
-    "side": ("auto", "left", "right", "both"),
+    "side": ("auto", "smaller", "left", "right", "both"),
     "solver": ("auto", "dense", "woodbury", "sketched"),
     "damping_mode": ("absolute", "relative"),
     "loss_reduction": ("mean", "sum"),
     "graft": (None, "sgd", "adam"),
 }
+
+
+def settled(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands for the options that were left open, by the scaling and by one another.
+
+    "inverse" is the paper's: one side, L of the last refresh, refreshes T steps apart. "adaptive" is the best of
+    docs/ablations.md: both sides, a moving average of L and R, early refreshes, Nesterov's look ahead.
+    """
+    adaptive = options["scaling"] == "adaptive"
+    curvature = options["curvature"] or ("momentum" if adaptive else "sample")
+    shortened = options["block_size"] is not None or options["sketch"] is not None
+    values = {
+        "curvature": curvature,
+        "side": ("both" if adaptive and not shortened else "smaller") if options["side"] == "auto" else options["side"],
+        "beta": ({"momentum": 0.5, "batch": 0.95}.get(curvature, 0.9) if adaptive else 0.9),
+        "nesterov": bool(adaptive and options["momentum"]),
+        "early_refreshes": adaptive,
+    }
+    return {name: value for name, value in values.items() if name in ("curvature", "side") or options[name] is None}
 
 
 def check(options: Mapping[str, Any]) -> None:
@@ -43,6 +62,9 @@ def check(options: Mapping[str, Any]) -> None:
         if name == "block_size" and options[name] is None:
             continue
         _whole(name, options[name])
+    for name in ("nesterov", "early_refreshes"):
+        if not isinstance(options[name], bool):
+            raise ValueError(f"Invalid {name}: {options[name]!r} (True or False)")
     if not isinstance(options["background"], bool):
         _whole("background", options["background"])
     if options["drift"] is not None:
