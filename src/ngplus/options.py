@@ -31,12 +31,14 @@ def settled(options: Mapping[str, Any]) -> dict[str, Any]:
     docs/ablations.md: both sides, a moving average of L and R, early refreshes, Nesterov's look ahead.
     """
     adaptive = options["scaling"] == "adaptive"
-    curvature = options["curvature"] or ("momentum" if adaptive else "sample")
+    curvature = options["curvature"]
+    if curvature is None:
+        curvature = "momentum" if adaptive else "sample"
     shortened = options["block_size"] is not None or options["sketch"] is not None
     values = {
         "curvature": curvature,
         "side": ("both" if adaptive and not shortened else "smaller") if options["side"] == "auto" else options["side"],
-        "beta": ({"momentum": 0.5, "batch": 0.95}.get(curvature, 0.9) if adaptive else 0.9),
+        "beta": (0.95 if curvature == "batch" else 0.5) if adaptive else 0.9,
         "nesterov": bool(adaptive and options["momentum"]),
         "early_refreshes": adaptive,
     }
