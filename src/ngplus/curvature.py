@@ -253,11 +253,12 @@ def solved(fresh: Fresh, group: Group, seed: int, trouble: Trouble | None = None
 
 
 def install(state: State, new: Solved) -> None:
-    """Takes what was solved up into the state, in place of the old."""
+    """Takes what was solved up into the state, in place of the old. Row by row, as a checkpoint has it: products round
+    differently with other strides, and a run that goes on would part from one that was not broken off."""
     clear(state, "inverse", "factor", "core")
     for key, value in new.items():
         if isinstance(value, list):
-            write(state, key, value)
+            write(state, key, [x.contiguous() for x in value])
         else:
             state[key] = value
 
