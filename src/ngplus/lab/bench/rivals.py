@@ -17,7 +17,7 @@ from ngplus.lab.bench.training import ADAPTIVE, FIRST_ORDER, INVERSE, Contender,
 CAPTURING: dict[str, tuple[str, dict[str, Any]]] = {
     "ngplus-inverse": ("ngplus-paper", INVERSE),
     "ngplus-adaptive": ("ngplus", ADAPTIVE),
-    "ngplus-batch": ("ngplus-batch", {"lr": 1e-6}),
+    "ngplus-batch": ("ngplus-batch", ADAPTIVE),
     "kfac": ("kfac", {"lr": 1e-5}),
 }
 # By the steps in which they refresh, where that is every second one: all but Shampoo in the odd ones.

@@ -16,7 +16,7 @@ from ngplus.lab.bench.timing import Stopwatch, Turn, take_turns
 
 # Small rates: the weights must stay where the numbers are ordinary ones, however many steps are made.
 INVERSE: dict[str, Any] = {"lr": 1e-5, "momentum": 0.9, "scaling": "inverse", "curvature": "sample", "damping": 0.3}
-ADAPTIVE: dict[str, Any] = {"lr": 1e-6, "scaling": "adaptive", "curvature": "sample"}
+ADAPTIVE: dict[str, Any] = {"lr": 1e-6, "early_refreshes": False}  # the defaults; T alone says which step refreshes
 FIRST_ORDER: dict[str, dict[str, Any]] = {"sgd": {"lr": 1e-5, "momentum": 0.9}, "adamw": {"lr": 1e-6}}
 
 
