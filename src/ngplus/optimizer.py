@@ -398,7 +398,7 @@ class NGPlus(CapturedOptimizer):
         Examples:
             >>> plan = ngplus.NGPlus(nn.Linear(4, 2)).plan(batch_size=8)
             >>> plan["weight"].shape, plan["weight"].side
-            ((2, 5), 'left')
+            ((2, 5), 'both')
         """
         self._find_replicas()
         entries = [(m, self._group(m), self.state.get(m.params[0], {}), self._team(m)) for m in self._matrices]
