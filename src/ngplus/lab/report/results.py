@@ -71,6 +71,7 @@ def _conditions(sections: Sequence[Section]) -> str:
 def _verdicts(sections: Sequence[Section], kind: str) -> list[str]:
     """A sentence, and the table it comes from."""
     found: dict[str, list[str]] = {"wins": [], "ties": [], "loses": []}
+    ratios: dict[str, float] = {}
     lines = []
     for section in sections:
         ours = next((row for row in rows(section.runs) if row.optimizer == OURS), None)
@@ -81,7 +82,9 @@ def _verdicts(sections: Sequence[Section], kind: str) -> list[str]:
         word = verdict(ours, best, kind)
         found.setdefault(word, []).append(_name(section))
         mine, theirs = _mean(ours, kind), _mean(best, kind)
-        ratio = f"{theirs / mine:.2f}" if mine and theirs else "–"
+        if mine and theirs:
+            ratios[_name(section)] = mine / theirs
+        ratio = f"{mine / theirs:.2f}" if mine and theirs else "–"
         lines.append((_name(section), _shown(ours, kind), f"{best.optimizer}, {_shown(best, kind)}", ratio, word))
     if not lines:
         return ["There is nothing to compare: no workload has both NG+ and a rival."]
@@ -89,7 +92,22 @@ def _verdicts(sections: Sequence[Section], kind: str) -> list[str]:
     sentence = ". ".join(
         f"{said.get(word, f'NG+ {word}')} on {_listed(names, 'none')}" for word, names in found.items()
     )
-    return [f"{sentence}.", _table(("workload", "NG+", "best rival", "rival / NG+", "verdict"), lines)]
+    return [
+        f"{sentence}.",
+        *_means(ratios, kind),
+        _table(("workload", "NG+", "best rival", "NG+ / rival", "verdict"), lines),
+    ]
+
+
+def _means(ratios: Mapping[str, float], kind: str) -> list[str]:
+    if not ratios:
+        return []
+    worst = max(ratios, key=lambda name: ratios[name])
+    return [
+        f"Over the {len(ratios)} workloads where both get there, NG+ takes "
+        f"{statistics.geometric_mean(ratios.values()):.2f} of the best rival's {kind} in the geometric mean, and "
+        f"{ratios[worst]:.2f} at worst ({worst})."
+    ]
 
 
 def verdict(ours: Row, theirs: Row, kind: str) -> str:
