@@ -159,7 +159,8 @@ def test_the_summary_says_where_ngplus_wins_ties_and_loses(tmp_path: Path) -> No
     assert result.exit_code == 0, result.output
     text = page.read_text()
     assert "NG+ wins on won. NG+ ties on tied. NG+ loses on lost. Neither gets there on never." in text
-    assert "| won | 15 | soap, 22 | 1.50 | wins |" in text
+    assert "| won | 15 | soap, 22 | 0.67 | wins |" in text
+    assert "in the geometric mean" in text
     assert "| never | not reached | adam, not reached | – | neither gets there |" in text
     assert "| ngplus-paper |  |  | 10 |  |" in text
     assert "Not measured yet" in text
