@@ -84,11 +84,9 @@ class Gathered:
 
         other = factors.curved_and_other(side)[1]
         matrix.form = fisher.choose_form(factors, side, other if spec is None else min(other, spec.size), cut.size)
-        products = [
-            product
-            for curved, own in cut.sides(side)
-            for product in fisher.gfim_sum(factors, curved, own, sketch=sketch, samples=index, dtype=matrix.dtype)
-        ]
+        if fisher.shares_gradients(factors, cut, side):
+            matrix.form = "explicit"
+        products = fisher.gfim_sums(factors, side, cut, sketch=sketch, samples=index, dtype=matrix.dtype)
         if self.total is None:
             self.total = products
         else:

@@ -22,7 +22,7 @@ On the way from gradient to step: from factors to the sums of L or R, during bac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -63,21 +63,69 @@ def gfim_sum(
         form = choose_form(factors, side, other, cut.size)
     elif form not in factors.costs(side, other, cut.size):
         raise ValueError(f"The form {form!r} does not apply to {type(factors).__name__} on the {side} side")
-    width = torch.finfo(dtype).bits // 8
-    count = factors.samples if samples is None else len(samples)
-    step = max(1, int(chunk_bytes // max(1, factors.memory(side, form, other) * width)))
     total: list[Tensor] = []
-    for start in range(0, count, step):
-        piece = slice(start, start + step) if samples is None else samples[start : start + step]
+    for piece in _pieces(factors, factors.memory(side, form, other), samples, chunk_bytes, dtype):
         y, z = factors.pair(side, form, piece, omega, dtype)
-        ys, zs = cut.split(y.mT), cut.split(z.mT)
-        if not total:
-            total = [a.new_zeros(len(a), a.shape[1], a.shape[1]) for a in ys]
-        for acc, a, b in zip(total, ys, zs, strict=True):
-            _add_lower(acc, a, b)
+        _add_products(total, cut.split(y.mT), cut.split(z.mT))
     for acc in total:
         _mirror(acc)
     return total
+
+
+def gfim_sums(
+    factors: Factors,
+    side: str,
+    cut: Cut,
+    *,
+    sketch: Callable[[int], Sketch | None] | None = None,
+    samples: Tensor | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """The sums of every side that ``cut`` curves. Of both sides, G_i is written out once where that is the cheapest."""
+    sides = cut.sides(side)
+    if len(sides) == 1 or not shares_gradients(factors, cut, side):
+        each = [
+            gfim_sum(factors, one, own, sketch=sketch, samples=samples, chunk_bytes=chunk_bytes, dtype=dtype)
+            for one, own in sides
+        ]
+        return [stack for stacks in each for stack in stacks]
+    other = factors.curved_and_other(side)[1]
+    totals: list[Tensor] = []
+    # Twice the memory: what the second side takes is the same numbers, turned.
+    for piece in _pieces(factors, 2 * factors.memory(side, "explicit", other), samples, chunk_bytes, dtype):
+        tall = factors.pair(side, "explicit", piece, None, dtype)[0]  # [groups, k * D, d]
+        turned = tall.unflatten(1, (-1, other)).mT.flatten(1, 2)  # [groups, k * d, D]
+        _add_products(totals, [tall.mT, turned.mT], [tall.mT, turned.mT])
+    for acc in totals:
+        _mirror(acc)
+    return totals
+
+
+def shares_gradients(factors: Factors, cut: Cut, side: str) -> bool:
+    """Of both sides: is it cheapest to write G_i out once, and to take both products of it?"""
+    costs = [factors.costs(one, factors.curved_and_other(one)[1], own.size) for one, own in cut.sides(side)]
+    if len(costs) < 2 or any("explicit" not in cost for cost in costs):
+        return False
+    return sum(cost["explicit"] for cost in costs) - factors.writing_cost <= sum(min(c.values()) for c in costs)
+
+
+def _pieces(
+    factors: Factors, numbers: int, samples: Tensor | None, chunk_bytes: int, dtype: torch.dtype
+) -> Iterator[Tensor | slice]:
+    """The samples in pieces that fit into ``chunk_bytes`` at so many numbers a sample."""
+    count = factors.samples if samples is None else len(samples)
+    step = max(1, int(chunk_bytes // max(1, numbers * (torch.finfo(dtype).bits // 8))))
+    for start in range(0, count, step):
+        yield slice(start, start + step) if samples is None else samples[start : start + step]
+
+
+def _add_products(total: list[Tensor], ys: Sequence[Tensor], zs: Sequence[Tensor]) -> None:
+    """total += y z^T, begun with zeros where there is none yet; lower triangles only."""
+    if not total:
+        total += [y.new_zeros(len(y), y.shape[1], y.shape[1]) for y in ys]
+    for acc, y, z in zip(total, ys, zs, strict=True):
+        _add_lower(acc, y, z)
 
 
 def gfim_root(

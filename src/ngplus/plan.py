@@ -284,7 +284,10 @@ def _row(
         stand_in = outer_costs(kappa, cut.d, short, cut.size)  # the cost model of dense factors
         form = form or min(stand_in, key=lambda name: stand_in[name])
         cost = stand_in.get(form, min(stand_in.values()))
-        cost += sum(min(outer_costs(kappa, own.d, length, own.d).values()) for own, length in sides[1:])
+        for own, length in sides[1:]:
+            second = outer_costs(kappa, own.d, length, own.d)
+            shared = stand_in["explicit"] + second["explicit"] - kappa * own.d * length  # G_i is written out once
+            cost = min(cost + min(second.values()), shared)
         refresh += int(2 * used * matrix.groups * cost)
     wire = Wire(cut.triangle, 0, 0) if team is None else team.wire(matrix, group)
     return PlanRow(

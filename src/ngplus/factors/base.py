@@ -86,6 +86,11 @@ class Factors:
         d, _ = self.curved_and_other(side)
         return {"explicit": float(d * other * block)}
 
+    @property
+    def writing_cost(self) -> float:
+        """Multiplications a sample that go into G_i itself, where the form is "explicit"."""
+        return 0.0
+
     def rank(self, side: str) -> int:
         """Columns of ``root`` for all samples."""
         return self.samples * self.curved_and_other(side)[1]

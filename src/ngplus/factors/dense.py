@@ -107,6 +107,10 @@ class Outer(Factors):
             gram = self.right.gram_cost
         return outer_costs(self.positions, d, other, block, gram)
 
+    @property
+    def writing_cost(self) -> float:
+        return float(self.positions * self.rows * self.cols)
+
     def rank(self, side: str) -> int:
         return self.samples * min(self.positions, self.curved_and_other(side)[1])
 

@@ -82,6 +82,10 @@ class Joined(Factors):
             costs["gram"] = float(kappa * kappa * d + dense * dense * other + kappa * d * block)
         return costs
 
+    @property
+    def writing_cost(self) -> float:
+        return float(self.positions * self.rows * self.cols)
+
     def rank(self, side: str) -> int:
         other = self.curved_and_other(side)[1]
         return self.samples * (self.positions if "gram" in self.costs(side, 1, 1) else other)
