@@ -565,7 +565,7 @@ def test_what_the_default_settles_on() -> None:
         group = ngplus.NGPlus(nn.Linear(4, 3), **options).param_groups[0]
         return [group[name] for name in ("side", "curvature", "beta", "nesterov", "early_refreshes")]
 
-    assert settled() == ["both", "momentum", 0.5, True, True]
+    assert settled() == ["auto", "momentum", 0.5, True, True]
     assert settled(scaling="inverse") == ["smaller", "sample", 0.9, False, False]
     assert settled(block_size=2)[0] == settled(sketch=2)[0] == "smaller"
     assert settled(curvature="batch")[2] == 0.95

@@ -71,7 +71,8 @@ def test_every_parameter_has_one_row() -> None:
         ("4.weight", "4.bias"),
     ]
     assert [row.shape for row in plan] == [(4, 19), (4, 2), (3, 17)]
-    assert [row.side for row in plan] == ["both", "right", "both"]
+    assert [(row.side, row.solver) for row in plan] == [("both", "eigenbasis"), ("none", "none"), ("both", "eigenbasis")]
+    assert [row.side for row in ngplus.NGPlus(model, side="both").plan()] == ["both", "right", "both"]
     assert [row.side for row in ngplus.NGPlus(model, side="smaller").plan()] == ["left", "right", "left"]
     assert plan["1.bias"] is plan[1]
     assert plan.as_dicts()[0]["name"] == "0.weight"
@@ -110,7 +111,7 @@ def test_flops_of_a_step_are_counted() -> None:
 def test_curvature_is_recovered_from_the_inverse() -> None:
     """Exact until the next step; later from the inverse, or from the eigenbasis."""
     torch.manual_seed(0)
-    for options in ({"scaling": "inverse", "solver": "dense"}, {"scaling": "adaptive"}):
+    for options in ({"scaling": "inverse", "solver": "dense"}, {"side": "both"}):
         model = net().double()
         optimizer = ngplus.NGPlus(model, curvature="sample", early_refreshes=False, **options)
         x, y = (t.double() for t in data())

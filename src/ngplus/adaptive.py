@@ -1,6 +1,6 @@
 """Scaling "adaptive", beyond the paper: Adam's moments kept in the eigenbasis of L or R.
 
-With ``side="both"``, L and R each give a basis: Q_L^T G Q_R.
+Where both sides are curved, L and R each give a basis: Q_L^T G Q_R; where none is, this is Adam.
 
 The basis Q comes from a refresh; each step turns the gradient into it (Q^T G), keeps the two moments of Adam there, and
 turns the step back. The GFIM gives the directions, the gradients' own second moments the scale along each. Where L is
@@ -122,19 +122,23 @@ def _moments(state: State, turned: list[Tensor], group: Group) -> tuple[list[Ten
 
 def _floor(state: State, second: Sequence[Tensor], group: Group) -> Tensor:
     """What is added to the roots: where a direction has no gradient but rounding, it keeps Adam from blowing the
-    rounding up to a full step. It is relative to the mean of the matrix's second moments, taken at each refresh."""
+    rounding up to a full step. It is relative to the mean of the matrix's second moments, taken at each refresh.
+    Without a basis nothing is turned, and there is no such rounding."""
+    if "basis" not in state:
+        return second[0].new_zeros(())
     correction = 1 - group["beta2"] ** state["adam_step"]
     mean = torch.stack([v.sum() for v in second]).sum() / (correction * sum(v.numel() for v in second))
     return NOISE * torch.finfo(mean.dtype).eps * mean.sqrt()
 
 
-Bases = tuple[Tensor, Tensor | None]  # of the curved side, and of the other one where that is curved, too
+Bases = tuple[Tensor | None, Tensor | None]  # of the curved side, and of the other one where that is curved, too
 
 
 def _bases(state: State, stacks: Sequence[Tensor]) -> list[Bases]:
     """For each stack of a gradient the basis, or the two, that it is turned into."""
     held = read(state, "basis")
-    assert held is not None
+    if held is None:  # no side is curved
+        return [(None, None)] * len(stacks)
     if len(held) > len(stacks):
         return [(held[0], held[1])]
     return [(basis, None) for basis in held]
@@ -143,13 +147,13 @@ def _bases(state: State, stacks: Sequence[Tensor]) -> list[Bases]:
 def _into(bases: Bases, gradient: Tensor) -> Tensor:
     """Q^T G, or Q_L^T G Q_R."""
     first, second = bases
-    turned = solve.times(first.mT, gradient) if first.shape[-1] > 1 else gradient  # a basis of one is 1
+    turned = gradient if first is None or first.shape[-1] == 1 else solve.times(first.mT, gradient)
     return turned if second is None else turned @ second
 
 
 def _out_of(bases: Bases, step: Tensor) -> Tensor:
     first, second = bases
-    turned = solve.times(first, step) if first.shape[-1] > 1 else step
+    turned = step if first is None or first.shape[-1] == 1 else solve.times(first, step)  # a basis of one is 1
     return turned if second is None else turned @ second.mT
 
 

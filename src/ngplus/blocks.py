@@ -94,6 +94,24 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class NoSides(Cut):
+    """No side curved: the gradient stays as it is, and so do Adam's moments of it."""
+
+    @cached_property
+    def stacks(self) -> list[tuple[int, int, int]]:
+        return []
+
+    def sides(self, side: str) -> list[tuple[str, Cut]]:
+        return []
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        return [x]
+
+    def merge(self, stacks: Sequence[Tensor]) -> Tensor:
+        return stacks[0]
+
+
+@dataclass(frozen=True)
 class BothSides(Cut):
     """Both sides of a matrix curved (``side="both"``): two matrices a group, for d and for the other dimension.
 

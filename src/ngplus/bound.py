@@ -184,9 +184,11 @@ class BoundOptimizer(Optimizer):
     # ---------------------------------------------------------------------------------------------- when to refresh
 
     def _due(self, matrix: ParameterMatrix) -> bool:
-        group = self._group(matrix)
+        group = self._complete(self._group(matrix))
+        if not matrix.cut_of(group).stacks:  # no side is curved
+            return False
         step, every = group["step"], group["update_every"]
-        early = self._complete(group)["early_refreshes"] and step < every and step & (step - 1) == 0
+        early = group["early_refreshes"] and step < every and step & (step - 1) == 0
         return step % every == 0 or early or not self._fitted(matrix)
 
     def _fitted(self, matrix: ParameterMatrix) -> bool:

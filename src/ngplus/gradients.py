@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngplus.blocks import BothSides
 from ngplus.dtensor import local
 from ngplus.faults import norms_of
 from ngplus.matrices import ParameterMatrix
@@ -37,7 +36,7 @@ def gradient_parts(
                 "parameter group with weight_decay=0"
             )
         first = first.coalesce()
-        one_sided = not isinstance(matrix.cut_of(group), BothSides)
+        one_sided = len(matrix.cut_of(group).sides("right")) == 1
         if len(grads) == 1 and one_sided and matrix.side(group["side"]) == "right" and matrix.kinds[0] == "rows":
             rows = first.indices()
         grads[0] = first.values().flatten(1) if rows is not None else first.to_dense()

@@ -6,6 +6,7 @@ version layout
 0       before there were versions: groups have no ``state_version``. Loads; options that are newer get their default
 1       ``state_version`` in each group
 2       ``early_refreshes``; ``side="auto"`` is written out, as "both" or "smaller"
+3       ``side="auto"`` is a choice of its own, and is written as such
 ======= =========================================================================================================
 
 On the way from gradient to step: beside it, at ``load_state_dict``.
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ngplus.dtensor import local
 
-VERSION = 2
+VERSION = 3
 NEEDED = ("lr", "damping", "update_every", "step")  # in the groups of NG+ and its rivals, and in no other optimizer's
 
 
@@ -65,7 +66,7 @@ def check(
 def renewed(group: Mapping[str, Any]) -> dict[str, Any]:
     """A saved group's options in today's words, with the meaning that they had."""
     if group.get("state_version", 0) >= 2:
-        return dict(group)
+        return {**group, "state_version": VERSION}
     old = {"early_refreshes": False, **group, "state_version": VERSION}
     return {**old, "side": "smaller"} if group.get("side") == "auto" else old
 

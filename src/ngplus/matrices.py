@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ngplus.blocks import BothSides, Cut
+from ngplus.blocks import BothSides, Cut, NoSides
 from ngplus.layers import LayerRule, Layout, MatrixSpec, UnknownModuleRule, rule_for
 
 # Where a matrix's curvature comes from: the captured factors of a rule, vmap, or the mini-batch gradient in .grad.
 SOURCES = ("sample", "vmap", "batch")
 
-# side="both" leaves an other dimension above this alone: an eigenbasis of it would cost more than it brings.
-LARGEST_OTHER = 1024
+# Two sides are curved where the larger one is not above this: an eigenbasis of it would cost more than it brings.
+LARGEST_OTHER = 512
 
 
 class ParameterMatrix:
@@ -33,7 +33,7 @@ class ParameterMatrix:
         self, names: list[str], params: list[nn.Parameter], kinds: list[str], groups: int = 1, source: str = "batch"
     ) -> None:
         self.names, self.params, self.kinds, self.groups, self.source = names, params, kinds, groups, source
-        self.lookup = False  # a table: its rows are items, which no basis should mix
+        self.lookup = ""  # a table, whose rows are items that no basis should mix: "only" that, or "also"
         self.armed = False
         self.checked = False  # that the captured parts add up to the gradient
         self.seen: tuple[int, int] | None = None  # samples and positions of the last refresh
@@ -95,11 +95,14 @@ class ParameterMatrix:
             return wanted
         return "left" if self.layout.rows <= self.layout.cols else "right"
 
-    def cut(self, side: str, block_size: int | None, both: bool = False) -> Cut:
-        """How the curved dimension falls into blocks; with ``both``, the other dimension is curved, too."""
-        d, other = (self.layout.rows, self.layout.cols) if side == "left" else (self.layout.cols, self.layout.rows)
+    def cut(self, wanted: str, block_size: int | None) -> Cut:
+        """Which of its dimensions are curved, and how that falls into blocks."""
+        left = self.side(wanted) == "left"
+        d, other = (self.layout.rows, self.layout.cols) if left else (self.layout.cols, self.layout.rows)
         vectors = all(kind == "column" for kind in self.kinds)
-        if both and not (self.lookup or vectors) and 1 < other <= LARGEST_OTHER:
+        if wanted == "auto" and (vectors or (self.lookup == "only" and not self.sparse)):
+            return NoSides(self.groups, d, d)
+        if wanted in ("auto", "both") and not (self.lookup or vectors) and 1 < other <= LARGEST_OTHER:
             return BothSides(self.groups, d, d, other)
         return Cut.of(self.groups, d, block_size)
 
@@ -107,7 +110,7 @@ class ParameterMatrix:
         """The same, by the options of a parameter group. Asked for several times a step, so it is kept."""
         key = (group["side"], group["block_size"])
         if key not in self._cuts:
-            self._cuts[key] = self.cut(self.side(key[0]), key[1], key[0] == "both")
+            self._cuts[key] = self.cut(*key)
         return self._cuts[key]
 
 
@@ -169,7 +172,8 @@ def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tupl
             parts[i] = of_param[p][1]
             if matrix.kinds[of_param[p][1]] != spec.kinds[i] or matrix.groups != spec.groups:
                 clashes.add(p)
-        matrix.lookup = matrix.lookup or rule.looks_up
+        looks_up = "only" if rule.looks_up else ""
+        matrix.lookup = looks_up if not known or matrix.lookup == looks_up else "also"
         matrix.update_layout()
         matrix.sparse = matrix.sparse or bool(getattr(module, "sparse", False))
         uses.append(Use(module, rule, index, matrix, tuple(parts)))

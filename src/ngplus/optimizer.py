@@ -97,8 +97,9 @@ class NGPlus(CapturedOptimizer):
         beta2, eps: Adam's second beta and epsilon, for ``scaling="adaptive"`` and ``graft="adam"``.
         samples: size or fraction of the random sub-sample S of the batch; None is the whole batch.
         side: ``"smaller"`` (left where m <= n), ``"left"`` or ``"right"``. With ``scaling="adaptive"`` also ``"both"``:
-            the bases of L and of R, wherever the larger one has 1,024 rows or less. ``"auto"`` is ``"both"`` with
-            ``scaling="adaptive"`` and neither blocks nor a sketch, and ``"smaller"`` otherwise.
+            the bases of L and of R, wherever the larger one has 512 rows or less, and one elsewhere. ``"auto"`` is
+            the same, but leaves vectors, such as those of norm layers, and tables that are only looked up to plain Adam;
+            with ``scaling="inverse"``, blocks or a sketch it is ``"smaller"``.
         solver: ``"dense"`` (Cholesky), ``"woodbury"``, ``"sketched"`` (sketched least squares), or ``"auto"``, the
             cheapest exact one for each layer.
         block_size: p of the block-diagonal form.
@@ -132,7 +133,7 @@ class NGPlus(CapturedOptimizer):
         decoupled_weight_decay: bool = False,
         damping: float | str = 0.3,
         damping_mode: str = "absolute",
-        update_every: int = 10,
+        update_every: int = 20,
         curvature: str | None = None,
         scaling: str = "adaptive",
         beta: float | None = None,
@@ -203,7 +204,10 @@ class NGPlus(CapturedOptimizer):
 
     def _observe(self, work: Work) -> None:
         self._take_up_solved(work)
-        if work.group["curvature"] == "batch":
+        if not work.matrix.cut_of(work.group).stacks:
+            if "basis" in work.state:  # of a side that was curved before
+                curvatures.clear(work.state, "basis", "spectrum", "curvature", "exp_avg", "exp_avg_sq", "floor")
+        elif work.group["curvature"] == "batch":
             fresh = curvatures.mini_batch(work.matrix, work.gradient, work.group, seed_of(work.group))
             curvatures.online(work.state, fresh, work.group)
 
@@ -425,6 +429,11 @@ class NGPlus(CapturedOptimizer):
             raise RuntimeError(
                 f"The curvature of {matrix.name!r} is with its owner, number {team.owners[id(matrix)]} of the ranks "
                 "that share the work on it: ask there"
+            )
+        if not matrix.cut_of(group).stacks:
+            raise RuntimeError(
+                f"{matrix.name!r} has no curvature of its own: side='auto' leaves vectors, and tables that are only "
+                "looked up, to plain Adam. side='both' or 'smaller' gives it one"
             )
         state = self.state.get(matrix.params[0], {})
         dense = curvatures.dense_curvature(state, matrix, group, self._held.get(id(matrix)))

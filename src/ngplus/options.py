@@ -28,7 +28,7 @@ def settled(options: Mapping[str, Any]) -> dict[str, Any]:
     """What stands for the options that were left open, by the scaling and by one another.
 
     "inverse" is the paper's: one side, L of the last refresh, refreshes T steps apart. "adaptive" is the best of
-    docs/ablations.md: both sides, a moving average of L and R, early refreshes, Nesterov's look ahead.
+    docs/ablations.md: both sides of a matrix and none of vectors and plain tables, a moving average of L and R, early refreshes, Nesterov's look ahead.
     """
     adaptive = options["scaling"] == "adaptive"
     curvature = options["curvature"]
@@ -37,7 +37,7 @@ def settled(options: Mapping[str, Any]) -> dict[str, Any]:
     shortened = options["block_size"] is not None or options["sketch"] is not None
     values = {
         "curvature": curvature,
-        "side": ("both" if adaptive and not shortened else "smaller") if options["side"] == "auto" else options["side"],
+        "side": "smaller" if options["side"] == "auto" and (shortened or not adaptive) else options["side"],
         "beta": (0.95 if curvature == "batch" else 0.5) if adaptive else 0.9,
         "nesterov": bool(adaptive and options["momentum"]),
         "early_refreshes": adaptive,

@@ -42,9 +42,9 @@ class PlanRow:
         parameters: the names of all its parameters.
         shape: (m, n).
         groups: of a grouped convolution, each a matrix of that shape.
-        source: where the curvature comes from, "sample", "vmap" or "batch".
-        side: "left" or "right".
-        solver: "eigenbasis", "dense", "woodbury" or "sketched".
+        source: where the curvature comes from, "sample", "vmap" or "batch"; "none" where no side is curved.
+        side: "left", "right", "both" or "none".
+        solver: "eigenbasis", "dense", "woodbury" or "sketched"; "none" where no side is curved.
         blocks: how many blocks L or R is cut into.
         form: how the products are made, "rank-one", "gram", "explicit", "mini-batch"; "" where it is not known yet.
         state_bytes: kept for the curvature, without the momentum buffer.
@@ -245,7 +245,7 @@ def _row(
     touched = min(other, samples * kappa) if matrix.sparse and side == "right" and samples else other
     solver = group["solver"]
     if group["scaling"] == "adaptive":
-        solver = "eigenbasis"
+        solver = "eigenbasis" if sides else "none"
     elif solver == "auto":
         known_rank = "inverse" not in state and ("factor" in state or rank)
         plain = group["curvature"] == "sample" and group["sketch"] is None and group["samples"] is None
@@ -257,6 +257,8 @@ def _row(
         step = curved * rank * 4 * other + cut.count * 2 * rank * rank * other
         refresh = 2 * curved * rank * rank + cut.count * rank**3
         elements = curved * rank + cut.count * rank * (rank if solver == "woodbury" else _sketch_rows(group, cut, rank))
+    elif solver == "none":
+        step, refresh, elements, samples, source = 0, 0, 2 * matrix.groups * rows * cols, 0, "none"
     elif solver == "eigenbasis":
         step = 4 * sum(own.elements * (touched if length == other else length) for own, length in sides)
         refresh = EIGH * cut.cubes
@@ -264,7 +266,7 @@ def _row(
     else:
         step, refresh, elements = 2 * cut.elements * touched, cut.cubes, cut.elements
     inverse = refresh
-    if group["curvature"] != "sample":
+    if group["curvature"] != "sample" and sides:
         elements += cut.elements
     form = matrix.form or ""
     spec = SketchSpec.parse(group["sketch"]) if solver != "sketched" else None
@@ -296,7 +298,7 @@ def _row(
         shape=(rows, cols),
         groups=matrix.groups,
         source=source,
-        side=side if len(sides) == 1 else "both",
+        side=("none", side, "both")[len(sides)],
         solver=solver,
         blocks=cut.count,
         form=form,

@@ -21,7 +21,7 @@ from ngplus.plan import Plan, PlanRow
 
 # The options of NG+ that the shared functions read, and that the rivals do not have.
 _NEUTRAL: dict[str, Any] = {
-    "damping_mode": "absolute", "curvature": "sample", "scaling": "inverse", "side": "auto", "solver": "auto",
+    "damping_mode": "absolute", "curvature": "sample", "scaling": "inverse", "side": "smaller", "solver": "auto",
     "beta": 0.0, "gamma": None, "beta2": 0.0, "eps": 0.0, "samples": None, "sketch": None, "block_size": None,
     "graft": None, "early_refreshes": False, "background": False, "drift": None,
 }  # fmt: skip
