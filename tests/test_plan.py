@@ -71,7 +71,11 @@ def test_every_parameter_has_one_row() -> None:
         ("4.weight", "4.bias"),
     ]
     assert [row.shape for row in plan] == [(4, 19), (4, 2), (3, 17)]
-    assert [(row.side, row.solver) for row in plan] == [("both", "eigenbasis"), ("none", "none"), ("both", "eigenbasis")]
+    assert [(row.side, row.solver) for row in plan] == [
+        ("both", "eigenbasis"),
+        ("none", "none"),
+        ("both", "eigenbasis"),
+    ]
     assert [row.side for row in ngplus.NGPlus(model, side="both").plan()] == ["both", "right", "both"]
     assert [row.side for row in ngplus.NGPlus(model, side="smaller").plan()] == ["left", "right", "left"]
     assert plan["1.bias"] is plan[1]

@@ -67,15 +67,20 @@ def steps(works: Sequence[tuple[State, list[Tensor]]], group: Group) -> list[lis
     torch._foreach_addcmul_(second, turned, turned, 1 - beta2)
     torch._foreach_lerp_(first, turned, 1 - beta1)
     ahead = list(torch._foreach_lerp(first, turned, 1 - beta1)) if group["nesterov"] else first
-    floors = []
+    floors: dict[int, Tensor] = {}
     for (state, stacks), start in zip(works, starts, strict=True):
-        if "floor" not in state:
-            state["floor"] = _floor(state, second[start : start + len(stacks)], group)
-        floors += [state["floor"]] * len(stacks)
+        if "basis" in state:
+            floor = state.get("floor")
+            if floor is None:
+                floor = state["floor"] = _floor(state, second[start : start + len(stacks)], group)
+            floors.update(dict.fromkeys(range(start, start + len(stacks)), floor))
     # With c = 1 - beta2^t: m / (sqrt(v / c) + floor) = sqrt(c) m / (sqrt(v) + sqrt(c) floor), in as few passes as can.
     roots = [(1 - beta2**count) ** 0.5 for count in counts]
     denominators = list(torch._foreach_sqrt(second))
-    torch._foreach_add_(denominators, torch._foreach_mul(torch._foreach_add(floors, group["eps"]), roots))
+    torch._foreach_add_(denominators, [root * group["eps"] for root in roots])
+    if floors:
+        scaled = torch._foreach_mul(list(floors.values()), [roots[i] for i in floors])
+        torch._foreach_add_([denominators[i] for i in floors], scaled)
     out = list(torch._foreach_div(ahead, denominators))
     torch._foreach_mul_(out, [root / (1 - beta1**count) for root, count in zip(roots, counts, strict=True)])
     return _split_like([_out_of(q, s) for q, s in zip(bases, out, strict=True)], works)
@@ -124,8 +129,6 @@ def _floor(state: State, second: Sequence[Tensor], group: Group) -> Tensor:
     """What is added to the roots: where a direction has no gradient but rounding, it keeps Adam from blowing the
     rounding up to a full step. It is relative to the mean of the matrix's second moments, taken at each refresh.
     Without a basis nothing is turned, and there is no such rounding."""
-    if "basis" not in state:
-        return second[0].new_zeros(())
     correction = 1 - group["beta2"] ** state["adam_step"]
     mean = torch.stack([v.sum() for v in second]).sum() / (correction * sum(v.numel() for v in second))
     return NOISE * torch.finfo(mean.dtype).eps * mean.sqrt()

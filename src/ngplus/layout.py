@@ -6,7 +6,7 @@ version layout
 0       before there were versions: groups have no ``state_version``. Loads; options that are newer get their default
 1       ``state_version`` in each group
 2       ``early_refreshes``; ``side="auto"`` is written out, as "both" or "smaller"
-3       ``side="auto"`` is a choice of its own, and is written as such
+3       ``side="auto"`` is written as such, and leaves vectors and plain tables without a basis
 ======= =========================================================================================================
 
 On the way from gradient to step: beside it, at ``load_state_dict``.

@@ -107,8 +107,16 @@ class ParameterMatrix:
         return Cut.of(self.groups, d, block_size)
 
     def cut_of(self, group: Mapping[str, Any]) -> Cut:
-        """The same, by the options of a parameter group. Asked for several times a step, so it is kept."""
-        key = (group["side"], group["block_size"])
+        """The same, by the options of a parameter group. Asked for several times a step, so it is kept.
+
+        The paper's scaling, blocks and a sketch go with one side, and there "auto" is the smaller one.
+        """
+        wanted, block_size = group["side"], group["block_size"]
+        if wanted == "auto" and (
+            group["scaling"] == "inverse" or block_size is not None or group["sketch"] is not None
+        ):
+            wanted = "smaller"
+        key = (wanted, block_size)
         if key not in self._cuts:
             self._cuts[key] = self.cut(*key)
         return self._cuts[key]

@@ -27,22 +27,21 @@ CHOICES = {
 def settled(options: Mapping[str, Any]) -> dict[str, Any]:
     """What stands for the options that were left open, by the scaling and by one another.
 
-    "inverse" is the paper's: one side, L of the last refresh, refreshes T steps apart. "adaptive" is the best of
-    docs/ablations.md: both sides of a matrix and none of vectors and plain tables, a moving average of L and R, early refreshes, Nesterov's look ahead.
+    "inverse" is the paper's: L of the last refresh, refreshes T steps apart. "adaptive" is the best of docs/ablations.md:
+    a moving average of L and R, early refreshes, Nesterov's look ahead. ``side="auto"`` stays open, and goes by the
+    scaling, too (:meth:`ngplus.matrices.ParameterMatrix.cut_of`).
     """
     adaptive = options["scaling"] == "adaptive"
     curvature = options["curvature"]
     if curvature is None:
         curvature = "momentum" if adaptive else "sample"
-    shortened = options["block_size"] is not None or options["sketch"] is not None
     values = {
         "curvature": curvature,
-        "side": "smaller" if options["side"] == "auto" and (shortened or not adaptive) else options["side"],
         "beta": (0.95 if curvature == "batch" else 0.5) if adaptive else 0.9,
         "nesterov": bool(adaptive and options["momentum"]),
         "early_refreshes": adaptive,
     }
-    return {name: value for name, value in values.items() if name in ("curvature", "side") or options[name] is None}
+    return {name: value for name, value in values.items() if options[name] is None}
 
 
 def check(options: Mapping[str, Any]) -> None:

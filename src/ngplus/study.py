@@ -45,8 +45,9 @@ def gfim(
     """
     params = {p: name for p, name in named(model.named_parameters()).items() if p.requires_grad and p.numel()}
     matrices, uses = collect(model, params)
-    group = {
-        "side": "smaller" if side == "auto" else side, "block_size": None, "samples": None, "sketch": None, "solver": "dense", "curvature": "sample",
+    group: dict[str, Any] = {
+        "side": "smaller" if side == "auto" else side, "block_size": None, "samples": None, "sketch": None,
+        "solver": "dense", "curvature": "sample",
         "scaling": "inverse", "loss_reduction": loss_reduction,
     }  # fmt: skip
     gathered: dict[int, Gathered] = {}

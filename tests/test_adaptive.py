@@ -1,0 +1,298 @@
+"""Adaptive scaling: Adam's moments in the eigenbases of one side, of both or of none, against plain formulas."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import reference as ref
+import torch
+from linear_cases import LAMBDA, SHAPES, batches, compare, matrix_of, per_sample, train
+from torch import Tensor, nn
+
+import ngplus
+
+pytestmark = pytest.mark.usefixtures("double")
+
+BARE = {"scaling": "adaptive", "curvature": "sample", "side": "smaller", "nesterov": False, "early_refreshes": False}
+
+
+class PlainAdaptive:
+    """Adam's moments in the eigenbasis of L or R, as DESIGN.md has it, with nothing but torch.linalg.eigh."""
+
+    def __init__(self, beta1: float, beta2: float, every: int) -> None:
+        self.beta1, self.beta2, self.every = beta1, beta2, every
+
+    def curvature(self, k: int, grads: Tensor, side: str) -> Tensor:
+        return ref.gfim(grads, side)
+
+    def __call__(self, k: int, grads: Tensor, _: Tensor) -> Tensor:
+        side, mean = ref.side_of(grads), grads.mean(0)
+        gradient = mean if side == "left" else mean.mT
+        curvature = self.curvature(k, grads, side)
+        if k % self.every == 0:
+            new = torch.linalg.eigh(curvature).eigenvectors
+            if k == 0:
+                self.m, self.v = torch.zeros_like(gradient), torch.zeros_like(gradient)
+            else:
+                change = new.mT @ self.q
+                self.m, self.v = change @ self.m, (change * change) @ self.v
+            self.q = new
+        turned = self.q.mT @ gradient
+        self.m = self.beta1 * self.m + (1 - self.beta1) * turned
+        self.v = self.beta2 * self.v + (1 - self.beta2) * turned**2
+        t = k + 1
+        step = (self.m / (1 - self.beta1**t)) / ((self.v / (1 - self.beta2**t)).sqrt() + 1e-8)
+        direction = self.q @ step
+        return direction if side == "left" else direction.mT
+
+
+class PlainAdaptiveBatch(PlainAdaptive):
+    """The same in the eigenbasis of the moving average of mini-batch products."""
+
+    def curvature(self, k: int, grads: Tensor, side: str) -> Tensor:
+        product = ref.gfim(grads.mean(0)[None], side)
+        old = LAMBDA * torch.eye(product.shape[-1])[None] if k == 0 else self.average
+        self.average = 0.8 * old + 0.2 * product
+        return self.average
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("every", [1, 2])
+def test_adaptive_scaling(shape: tuple[int, int], every: int) -> None:
+    compare(
+        PlainAdaptive(0.8, 0.95, every),
+        shape=shape,
+        **{**BARE, "update_every": every, "momentum": 0.8, "beta2": 0.95},
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_adaptive_scaling_with_batch_curvature(shape: tuple[int, int]) -> None:
+    # Where the average is still lambda I its eigenvectors are not unique, but no gradient has reached there either.
+    compare(
+        PlainAdaptiveBatch(0.8, 0.95, 1),
+        shape=shape,
+        steps=4,
+        **{**BARE, "update_every": 1, "momentum": 0.8, "beta2": 0.95, "curvature": "batch", "beta": 0.8},
+    )
+
+
+class PlainTwoSided:
+    """Adam's moments of Q_L^T G Q_R, with nothing but torch.linalg.eigh.
+
+    The larger side has a null space, whose basis is made definite by the tilt: a rising diagonal of sqrt(eps) of the
+    mean eigenvalue.
+    """
+
+    def __init__(self, beta1: float, beta2: float, every: int) -> None:
+        self.beta1, self.beta2, self.every = beta1, beta2, every
+
+    def refreshes(self, k: int) -> bool:
+        return k % self.every == 0
+
+    def curvature(self, grads: Tensor, side: str) -> Tensor:
+        return ref.gfim(grads, side)
+
+    def basis(self, matrix: Tensor) -> Tensor:
+        d = matrix.shape[-1]
+        tilt = torch.diag(torch.linspace(0, 1, d)) * torch.finfo(matrix.dtype).eps ** 0.5
+        return torch.linalg.eigh(matrix * d / matrix[0].trace() + tilt).eigenvectors
+
+    def __call__(self, k: int, grads: Tensor, _: Tensor) -> Tensor:
+        gradient = grads.mean(0)
+        if self.refreshes(k):
+            left, right = (self.basis(self.curvature(grads, side)) for side in ("left", "right"))
+            if k == 0:
+                self.m, self.v = torch.zeros_like(gradient), torch.zeros_like(gradient)
+            else:
+                p, q = left.mT @ self.left, right.mT @ self.right
+                self.m, self.v = p @ self.m @ q.mT, (p * p) @ self.v @ (q * q).mT
+            self.left, self.right = left, right
+        turned = self.left.mT @ gradient @ self.right
+        self.m = self.beta1 * self.m + (1 - self.beta1) * turned
+        self.v = self.beta2 * self.v + (1 - self.beta2) * turned**2
+        t = k + 1
+        step = (self.ahead(turned) / (1 - self.beta1**t)) / ((self.v / (1 - self.beta2**t)).sqrt() + 1e-8)
+        return self.left @ step @ self.right.mT
+
+    def ahead(self, turned: Tensor) -> Tensor:
+        return self.m
+
+
+class PlainDefault(PlainTwoSided):
+    """What a newcomer gets: moving averages of L and R, refreshes after 1, 2, 4, 8 steps and every T, Nesterov."""
+
+    def __init__(self) -> None:
+        super().__init__(0.9, 0.95, 20)
+        self.averages: dict[str, Tensor] = {}
+
+    def refreshes(self, k: int) -> bool:
+        return k in (0, 1, 2, 4, 8, 16, 20)
+
+    def curvature(self, grads: Tensor, side: str) -> Tensor:
+        new = ref.gfim(grads, side)
+        self.averages[side] = 0.5 * self.averages[side] + 0.5 * new if side in self.averages else new
+        return self.averages[side]
+
+    def ahead(self, turned: Tensor) -> Tensor:
+        return self.beta1 * self.m + (1 - self.beta1) * turned
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_default(shape: tuple[int, int]) -> None:
+    model = nn.Linear(*shape)
+    plain, optimizer = PlainDefault(), ngplus.NGPlus(model)
+    for k, (x, y) in enumerate(batches(22, features=shape[0], outputs=shape[1])):
+        before = matrix_of(model)
+        wanted = plain(k, per_sample(model, x, y), before)
+        train(model, optimizer, x, y)
+        assert ref.relative_error(before - matrix_of(model), 0.01 * wanted) < 1e-6, k
+
+
+def test_what_the_default_settles_on() -> None:
+    """Blocks and a sketch have one side; the paper's scaling has none of what is new."""
+
+    def settled(**options: Any) -> list[Any]:
+        group = ngplus.NGPlus(nn.Linear(4, 3), **options).param_groups[0]
+        return [group[name] for name in ("side", "curvature", "beta", "nesterov", "early_refreshes")]
+
+    assert settled() == ["auto", "momentum", 0.5, True, True]
+    assert settled(scaling="inverse") == ["auto", "sample", 0.9, False, False]
+    for one in ({"scaling": "inverse"}, {"block_size": 2}, {"sketch": 2}):
+        assert ngplus.NGPlus(nn.Linear(4, 3), **one).plan()[0].side == "left"
+    assert settled(curvature="batch")[2] == 0.95
+    assert settled(momentum=0.0)[3] is False
+    assert settled(side="left", curvature="sample", beta=0.7, nesterov=False, early_refreshes=False) == [
+        *("left", "sample", 0.7, False, False)
+    ]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("every", [1, 2])
+def test_adaptive_scaling_of_both_sides(shape: tuple[int, int], every: int) -> None:
+    compare(
+        PlainTwoSided(0.8, 0.95, every),
+        shape=shape,
+        **{**BARE, "side": "both", "update_every": every, "momentum": 0.8, "beta2": 0.95},
+    )
+
+
+def test_both_sides_of_grouped_convolutions_tables_and_vectors() -> None:
+    """Groups have two bases each; the rows of a table and the entries of a vector are left as they are."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {"conv": nn.Conv1d(4, 6, 3, groups=2, bias=False), "table": nn.Embedding(9, 4), "norm": nn.LayerNorm(6)}
+    )
+    optimizer = ngplus.NGPlus(model, lr=0.01, side="both", curvature="batch")
+    for _ in range(3):
+        optimizer.zero_grad()
+        hidden = model["conv"](model["table"](torch.tensor([[1, 2, 5, 1]])).mT)
+        model["norm"](hidden.mT).square().sum().backward()
+        optimizer.step()
+    shapes = {
+        name: [
+            tuple(optimizer.state[param][key].shape) for key in ("basis", "basis_tail") if key in optimizer.state[param]
+        ]
+        for name, param in model.named_parameters()
+        if "basis" in optimizer.state[param]
+    }
+    assert shapes == {"conv.weight": [(2, 3, 3), (2, 6, 6)], "table.weight": [(1, 4, 4)], "norm.weight": [(1, 2, 2)]}
+    assert [row.side for row in optimizer.plan()] == ["both", "right", "right"]
+
+
+def test_a_change_from_one_side_to_both_is_a_refresh() -> None:
+    model = nn.Linear(5, 3)
+    optimizer = ngplus.NGPlus(model, lr=0.01, update_every=100, side="smaller", early_refreshes=False)
+    (x, y), *rest = batches(3)
+    train(model, optimizer, x, y)
+    optimizer.param_groups[0]["side"] = "both"
+    with pytest.warns(UserWarning, match="No per-sample curvature"):  # the capture was not armed for this step
+        train(model, optimizer, *rest[0])
+    assert "basis_tail" in optimizer.state[model.weight]
+
+
+@pytest.mark.parametrize("bad", [{"scaling": "inverse"}, {"block_size": 2}, {"sketch": 2}])
+def test_both_sides_refuse_what_has_one(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="side='both' goes with"):
+        ngplus.NGPlus(nn.Linear(4, 3), side="both", **bad)
+
+
+def test_adaptive_scaling_of_a_vector_is_adam() -> None:
+    """A lone vector is a matrix of one column: R is a number, its basis 1, and Adam is what is left."""
+
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.v = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x + self.v)
+
+    ours, theirs = Shift(), Shift()
+    first = ngplus.NGPlus(ours, lr=0.1, scaling="adaptive", momentum=0.9, beta2=0.99, nesterov=False)
+    second = torch.optim.Adam(theirs.parameters(), lr=0.1, betas=(0.9, 0.99))
+    for _ in range(5):
+        x = torch.randn(6, 4)
+        for model, optimizer in ((ours, first), (theirs, second)):
+            optimizer.zero_grad()
+            model(x).square().sum(1).mean().backward()
+            optimizer.step()
+    torch.testing.assert_close(ours.v, theirs.v)
+
+
+def test_vectors_and_tables_have_no_basis_by_default_and_are_adam() -> None:
+    """What is only looked up; a table that is the output layer as well has one, and so has one with sparse gradients."""
+
+    class Words(nn.Module):
+        def __init__(self, tied: bool, sparse: bool = False) -> None:
+            super().__init__()
+            self.table, self.norm = nn.Embedding(9, 4, sparse=sparse), nn.LayerNorm(4)
+            self.head = nn.Linear(4, 9, bias=False)
+            if tied:
+                self.head.weight = self.table.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(self.table(x)))
+
+    def sides(model: nn.Module, **options: Any) -> dict[str, str]:
+        return {row.name: row.side for row in ngplus.NGPlus(model, **options).plan()}
+
+    assert sides(Words(tied=False)) == {"table.weight": "none", "norm.weight": "none", "head.weight": "both"}
+    assert sides(Words(tied=True)) == {"table.weight": "right", "norm.weight": "none"}
+    assert sides(Words(tied=False, sparse=True))["table.weight"] == "right"
+    assert sides(Words(tied=False), side="both") == {
+        "table.weight": "right", "norm.weight": "right", "head.weight": "both"
+    }  # fmt: skip
+
+    ours = Words(tied=False)
+    theirs = Words(tied=False)
+    theirs.load_state_dict(ours.state_dict())
+    first = ngplus.NGPlus(ours, lr=0.01, nesterov=False, beta2=0.99)
+    second = torch.optim.Adam([*theirs.table.parameters(), *theirs.norm.parameters()], lr=0.01, betas=(0.9, 0.99))
+    for _ in range(5):
+        x, y = torch.randint(9, (6,)), torch.randint(9, (6,))
+        theirs.head.load_state_dict(ours.head.state_dict())
+        for model, optimizer in ((ours, first), (theirs, second)):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        for name in ("table.weight", "norm.weight", "norm.bias"):
+            torch.testing.assert_close(ours.get_parameter(name), theirs.get_parameter(name))
+    assert "basis" not in first.state[ours.table.weight]
+    with pytest.raises(RuntimeError, match=r"'table.weight' has no curvature of its own: side='auto' leaves"):
+        first.curvature("table.weight")
+
+
+def test_a_basis_that_is_given_up_takes_its_moments_along() -> None:
+    model = nn.LayerNorm(5)
+    optimizer = ngplus.NGPlus(model, side="both", early_refreshes=False)
+    for side in ("both", "auto", "both"):
+        optimizer.param_groups[0]["side"] = side
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the capture was not armed for this step
+            train(model, optimizer, torch.randn(6, 5), torch.randn(6, 5))
+        state = optimizer.state[model.weight]
+        assert ("basis" in state) == (side == "both")
+        assert state["adam_step"] == 1
