@@ -1,4 +1,4 @@
-"""A linear layer trained on random batches: its per-sample gradients in closed form, and the loop that compares a step."""
+"""A linear layer trained on random batches: its per-sample gradients in closed form, and the loop that compares."""
 
 from __future__ import annotations
 

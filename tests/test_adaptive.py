@@ -243,7 +243,7 @@ def test_adaptive_scaling_of_a_vector_is_adam() -> None:
 
 
 def test_vectors_and_tables_have_no_basis_by_default_and_are_adam() -> None:
-    """What is only looked up; a table that is the output layer as well has one, and so has one with sparse gradients."""
+    """What is only looked up; one that is the output layer as well has a basis, and one with sparse gradients."""
 
     class Words(nn.Module):
         def __init__(self, tied: bool, sparse: bool = False) -> None:

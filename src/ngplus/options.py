@@ -27,9 +27,9 @@ CHOICES = {
 def settled(options: Mapping[str, Any]) -> dict[str, Any]:
     """What stands for the options that were left open, by the scaling and by one another.
 
-    "inverse" is the paper's: L of the last refresh, refreshes T steps apart. "adaptive" is the best of docs/ablations.md:
-    a moving average of L and R, early refreshes, Nesterov's look ahead. ``side="auto"`` stays open, and goes by the
-    scaling, too (:meth:`ngplus.matrices.ParameterMatrix.cut_of`).
+    "inverse" is the paper's: L of the last refresh, refreshes T steps apart. "adaptive" is the best of
+    docs/ablations.md: a moving average of L and R, early refreshes, Nesterov's look ahead. ``side="auto"`` stays open,
+    and goes by the scaling, too (:meth:`ngplus.matrices.ParameterMatrix.cut_of`).
     """
     adaptive = options["scaling"] == "adaptive"
     curvature = options["curvature"]
