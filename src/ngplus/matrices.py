@@ -22,9 +22,8 @@ from ngplus.layers import LayerRule, Layout, MatrixSpec, UnknownModuleRule, rule
 # Where a matrix's curvature comes from: the captured factors of a rule, vmap, or the mini-batch gradient in .grad.
 SOURCES = ("sample", "vmap", "batch")
 
-# Two sides are curved where the larger one is not above this, 512 and a bias: an eigenbasis of it would cost more than
-# it brings.
-LARGEST_OTHER = 513
+# Two sides are curved where the larger one is not above this: an eigenbasis of it would cost more than it brings.
+LARGEST_OTHER = 640
 
 
 class ParameterMatrix:

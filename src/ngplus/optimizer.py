@@ -97,7 +97,7 @@ class NGPlus(CapturedOptimizer):
         beta2, eps: Adam's second beta and epsilon, for ``scaling="adaptive"`` and ``graft="adam"``.
         samples: size or fraction of the random sub-sample S of the batch; None is the whole batch.
         side: ``"smaller"`` (left where m <= n), ``"left"`` or ``"right"``. With ``scaling="adaptive"`` also ``"both"``:
-            the bases of L and of R, wherever the larger one has 512 rows or less, and one elsewhere. ``"auto"`` is
+            the bases of L and of R, wherever the larger one has 640 rows or less, and one elsewhere. ``"auto"`` is
             the same, but leaves vectors (those of norm layers) and tables that are only looked up to plain Adam; with
             ``scaling="inverse"``, blocks or a sketch it is ``"smaller"``.
         solver: ``"dense"`` (Cholesky), ``"woodbury"``, ``"sketched"`` (sketched least squares), or ``"auto"``, the
