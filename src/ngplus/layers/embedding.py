@@ -25,7 +25,7 @@ class EmbeddingRule(LayerRule):
     An index whose first dimension is not the batch, such as ``arange(length)``, has no samples of its own.
 
     Examples:
-        >>> row = ngplus.NGPlus(nn.Embedding(1000, 16)).plan()[0]
+        >>> row = ngplus.NGPlus(nn.Embedding(1000, 16), scaling="inverse").plan()[0]
         >>> row.shape, row.side
         ((1000, 16), 'right')
     """
