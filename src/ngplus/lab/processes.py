@@ -40,7 +40,12 @@ def group(device: str = "cpu") -> Iterator[None]:
     if started() == 1 or dist.is_initialized():
         yield
         return
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    # torchrun may give all its restarts one store. Without a name of its own, an attempt can find the addresses that
+    # the last one left there, and wait for processes that are gone.
+    store, number, size = next(dist.rendezvous("env://"))
+    attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    dist.init_process_group(backend, store=attempt, rank=number, world_size=size)
     try:
         yield
     finally:
