@@ -42,8 +42,9 @@ def group(device: str = "cpu") -> Iterator[None]:
         return
     # torchrun may give all its restarts one store. Without a name of its own, an attempt can find the addresses that
     # the last one left there, and wait for processes that are gone.
-    store, number, size = next(dist.rendezvous("env://"))
-    attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store, number, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = dist.PrefixStore(f"attempt {restarts}", store)  # type: ignore[attr-defined]
     backend = "nccl" if device.startswith("cuda") else "gloo"
     dist.init_process_group(backend, store=attempt, rank=number, world_size=size)
     try:
