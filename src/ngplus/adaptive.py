@@ -56,9 +56,7 @@ def steps(works: Sequence[tuple[State, list[Tensor]]], group: Group) -> list[lis
     first: list[Tensor] = []
     second: list[Tensor] = []
     counts: list[int] = []
-    starts: list[int] = []
     for (state, stacks), own in zip(works, parts, strict=True):
-        starts.append(len(first))
         moments = _moments(state, own, group)
         first += moments[0]
         second += moments[1]
@@ -67,23 +65,35 @@ def steps(works: Sequence[tuple[State, list[Tensor]]], group: Group) -> list[lis
     torch._foreach_addcmul_(second, turned, turned, 1 - beta2)
     torch._foreach_lerp_(first, turned, 1 - beta1)
     ahead = list(torch._foreach_lerp(first, turned, 1 - beta1)) if group["nesterov"] else first
+    # With c = 1 - beta2^t: m / (sqrt(v / c) + floor) = sqrt(c) m / (sqrt(v) + sqrt(c) floor), in as few passes as can.
+    roots = [(1 - beta2**count) ** 0.5 for count in counts]
+    out = list(torch._foreach_div(ahead, _denominators(works, second, roots, group)))
+    torch._foreach_mul_(out, [root / (1 - beta1**count) for root, count in zip(roots, counts, strict=True)])
+    return _split_like([_out_of(q, s) for q, s in zip(bases, out, strict=True)], works)
+
+
+def _denominators(
+    works: Sequence[tuple[State, list[Tensor]]], second: list[Tensor], roots: list[float], group: Group
+) -> list[Tensor]:
+    """sqrt(v) + sqrt(c) (floor + eps) of each stack; without a basis there is no floor."""
     floors: dict[int, Tensor] = {}
-    for (state, stacks), start in zip(works, starts, strict=True):
+    start = 0
+    for state, stacks in works:
+        end = start + len(stacks)
         if "basis" in state:
             floor = state.get("floor")
             if floor is None:
-                floor = state["floor"] = _floor(state, second[start : start + len(stacks)], group)
-            floors.update(dict.fromkeys(range(start, start + len(stacks)), floor))
-    # With c = 1 - beta2^t: m / (sqrt(v / c) + floor) = sqrt(c) m / (sqrt(v) + sqrt(c) floor), in as few passes as can.
-    roots = [(1 - beta2**count) ** 0.5 for count in counts]
-    denominators = list(torch._foreach_sqrt(second))
-    torch._foreach_add_(denominators, [root * group["eps"] for root in roots])
+                floor = state["floor"] = _floor(state, second[start:end], group)
+            floors.update(dict.fromkeys(range(start, end), floor))
+        start = end
+    out = list(torch._foreach_sqrt(second))
+    flat = [i for i in range(len(out)) if i not in floors]
+    if flat:
+        torch._foreach_add_([out[i] for i in flat], [roots[i] * group["eps"] for i in flat])
     if floors:
-        scaled = torch._foreach_mul(list(floors.values()), [roots[i] for i in floors])
-        torch._foreach_add_([denominators[i] for i in floors], scaled)
-    out = list(torch._foreach_div(ahead, denominators))
-    torch._foreach_mul_(out, [root / (1 - beta1**count) for root, count in zip(roots, counts, strict=True)])
-    return _split_like([_out_of(q, s) for q, s in zip(bases, out, strict=True)], works)
+        added = torch._foreach_add(list(floors.values()), group["eps"])
+        torch._foreach_add_([out[i] for i in floors], torch._foreach_mul(added, [roots[i] for i in floors]))
+    return out
 
 
 def sparse_steps(state: State, stacks: list[Tensor], group: Group) -> list[Tensor]:

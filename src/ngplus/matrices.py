@@ -112,9 +112,8 @@ class ParameterMatrix:
         The paper's scaling, blocks and a sketch go with one side, and there "auto" is the smaller one.
         """
         wanted, block_size = group["side"], group["block_size"]
-        if wanted == "auto" and (
-            group["scaling"] == "inverse" or block_size is not None or group["sketch"] is not None
-        ):
+        one_side = group["scaling"] == "inverse" or block_size is not None or group["sketch"] is not None
+        if wanted == "auto" and one_side:
             wanted = "smaller"
         key = (wanted, block_size)
         if key not in self._cuts:

@@ -46,8 +46,7 @@ def gfim(
     params = {p: name for p, name in named(model.named_parameters()).items() if p.requires_grad and p.numel()}
     matrices, uses = collect(model, params)
     group: dict[str, Any] = {
-        "side": "smaller" if side == "auto" else side, "block_size": None, "samples": None, "sketch": None,
-        "solver": "dense", "curvature": "sample",
+        "side": side, "block_size": None, "samples": None, "sketch": None, "solver": "dense", "curvature": "sample",
         "scaling": "inverse", "loss_reduction": loss_reduction,
     }  # fmt: skip
     gathered: dict[int, Gathered] = {}
@@ -75,8 +74,7 @@ def gfim(
     of_param = dict(zip(params, grads, strict=True))
     result: dict[str, Curvature] = {}
     for matrix in matrices:
-        taken = matrix.side(group["side"])
-        cut = matrix.cut_of(group)
+        taken, cut = matrix.side(side), matrix.cut_of(group)
         if id(matrix) in gathered and matrix.source != "batch":
             fresh = curvatures.per_sample(gathered[id(matrix)], group, cut)
         else:
