@@ -22,7 +22,7 @@ comparison: demo ## the picture of the README, from the runs of make demo (for t
 	cp runs/comparison.png runs/comparison-dark.png docs/pictures/
 
 test: lint types ## set up, then run all checks: ruff, mypy, the full test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.dev ## ruff: rules and formatting
 	$(BIN)/ruff check .
