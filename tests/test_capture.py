@@ -408,27 +408,3 @@ def test_a_refresh_changes_no_output(layer: str, batch_first: bool) -> None:
     optimizer = ngplus.NGPlus(model, **EXACT)
     assert torch.allclose(run(), plain, rtol=0, atol=1e-12)
     assert optimizer.plan()
-
-
-def test_captured_inputs_go_when_their_layer_is_done() -> None:
-    """Backward has freed the activations of the last layer when it gets to the first one, with a refresh as without."""
-    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    optimizer = ngplus.NGPlus(model, update_every=1)
-    inputs: list[weakref.ref[Tensor]] = []
-    alive: list[bool] = []
-
-    def note_input(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        inputs.append(weakref.ref(args[0]))
-
-    def look_back(module: nn.Module, args: Any, output: Tensor) -> None:
-        output.register_hook(lambda grad: alive.append(inputs[-1]() is not None))
-
-    model[4].register_forward_pre_hook(note_input)
-    model[0].register_forward_hook(look_back)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(torch.randn(6, 5)).square().mean()
-        assert inputs[-1]() is not None
-        loss.backward()
-        optimizer.step()
-    assert alive == [False] * 3
