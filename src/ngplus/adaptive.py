@@ -161,13 +161,13 @@ def _into(bases: Bases, gradient: Tensor) -> Tensor:
     """Q^T G, or Q_L^T G Q_R."""
     first, second = bases
     turned = gradient if first is None or first.shape[-1] == 1 else solve.times(first.mT, gradient)
-    return turned if second is None else turned @ second
+    return turned if second is None else torch.bmm(turned, second)
 
 
 def _out_of(bases: Bases, step: Tensor) -> Tensor:
     first, second = bases
     turned = step if first is None or first.shape[-1] == 1 else solve.times(first, step)  # a basis of one is 1
-    return turned if second is None else turned @ second.mT
+    return turned if second is None else torch.bmm(turned, second.mT)
 
 
 def _same_shapes(held: Sequence[Tensor] | None, wanted: Sequence[Tensor]) -> bool:

@@ -40,6 +40,8 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
     Of a sparse one those of its entries as they are: equal ones are not added up, which takes longer than all else.
     """
     dense = [t._values() if t.is_sparse else t for t in tensors]
+    if len({(t.dtype, t.device) for t in dense}) == 1 and dense[0].dtype in (torch.float32, torch.float64):
+        return torch.stack(torch._foreach_norm(dense))
     by_type: dict[torch.dtype, list[int]] = {}
     for i, t in enumerate(dense):  # the squares of 16 bits do not fit into 16 bits
         by_type.setdefault(torch.float64 if t.dtype == torch.float64 else torch.float32, []).append(i)

@@ -60,6 +60,7 @@ class ParameterMatrix:
         self._cuts: dict[tuple[str, int | None], Cut] = {}
         chosen = [i for i, on in enumerate(active) if on] or range(len(active))
         self.parts = list(chosen)
+        self.active_params = [self.params[i] for i in self.parts]
         self.layout = Layout(
             [self.params[i].shape for i in self.parts], [self.kinds[i] for i in self.parts], self.groups
         )
@@ -79,10 +80,6 @@ class ParameterMatrix:
             self.reason = reason
         else:
             self.fall_back(reason)
-
-    @property
-    def active_params(self) -> list[nn.Parameter]:
-        return [self.params[i] for i in self.parts]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -232,5 +232,5 @@ def times(matrix: Tensor, gradient: Tensor) -> Tensor:
     """M G, [blocks, p, D], laid out in memory as G is: a G that is a transposed view, as on the right side, gives one,
     and what is added to it later has its numbers in the same order."""
     if gradient.stride(-2) == 1 and gradient.stride(-1) != 1:
-        return (gradient.mT @ matrix.mT).mT
-    return matrix @ gradient
+        return torch.bmm(gradient.mT, matrix.mT).mT
+    return torch.bmm(matrix, gradient)

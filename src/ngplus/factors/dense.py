@@ -13,6 +13,8 @@ from torch import Tensor
 from ngplus.factors.base import Factor, Factors, take
 from ngplus.sketch import Sketch
 
+PIECE = 2**22  # numbers that ``Outer.total`` works on at a time
+
 
 @dataclass
 class Outer(Factors):
@@ -38,13 +40,22 @@ class Outer(Factors):
         return take(self.left, samples).to(dtype).mT @ self.dense_right(samples).to(dtype)
 
     def total(self, dtype: torch.dtype) -> Tensor:
+        if isinstance(self.right, Tensor):
+            left, right = take(self.left, slice(None)).to(dtype), self.dense_right(slice(None)).to(dtype)
+            return left.flatten(1, 2).mT @ right.flatten(1, 2)
+        step = max(1, PIECE // self.memory("left", "explicit", self.cols))
         out = torch.zeros(())
-        step = self.samples if isinstance(self.right, Tensor) else 1  # patches are made for one sample at a time
-        for start in range(0, self.samples, max(1, step)):
-            piece = slice(start, start + step)
-            left, right = take(self.left, piece).to(dtype), self.dense_right(piece).to(dtype)
-            out = out.to(left) + left.flatten(1, 2).mT @ right.flatten(1, 2)
+        for start in range(0, self.samples, step):
+            tall = self._tall(slice(start, start + step), dtype)
+            out = out.to(tall) + tall.sum(1).mT
         return out
+
+    def _tall(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
+        """G_i^T, [groups, samples, n, m], where the right factor is made for it."""
+        assert not isinstance(self.right, Tensor)
+        left = take(self.left, samples).to(dtype)
+        tall = self.right.outer(samples, left)
+        return torch.cat((tall, left.sum(-2)[..., None, :]), dim=-2) if self.ones else tall
 
     def _curved(self, side: str, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
         return (take(self.left, samples) if side == "left" else self.dense_right(samples)).to(dtype)
@@ -66,10 +77,7 @@ class Outer(Factors):
         self, side: str, form: str, samples: Tensor | slice, sketch: Sketch | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         if form == "explicit" and sketch is None and not isinstance(self.right, Tensor):
-            left = take(self.left, samples).to(dtype)
-            tall = self.right.outer(samples, left)
-            if self.ones:
-                tall = torch.cat((tall, left.sum(-2)[..., None, :]), dim=-2)
+            tall = self._tall(samples, dtype)
             tall = (tall if side == "left" else tall.mT).flatten(1, 2)
             return tall, tall
         curved = self._curved(side, samples, dtype)

@@ -75,7 +75,7 @@ class Layout:
 
     def split(self, matrix: Tensor) -> list[Tensor]:
         """The way back: tensors of the parameters' shapes."""
-        pieces = matrix.split(self.widths, dim=-1)
+        pieces = matrix.split(self.widths, dim=-1) if len(self.widths) > 1 else [matrix]
         return [
             _from_matrix(piece, shape, kind) for piece, shape, kind in zip(pieces, self.shapes, self.kinds, strict=True)
         ]
