@@ -18,11 +18,18 @@ pytestmark = pytest.mark.usefixtures("double")
 BARE = {"scaling": "adaptive", "curvature": "sample", "side": "smaller", "nesterov": False, "early_refreshes": False}
 
 
+def second_moment(v: Tensor, kind: str) -> Tensor:
+    """As it is, or as the product of its means over rows and columns. These are linear in v, and a change of basis
+    keeps its sums, so that it does not matter when they are taken. Of one or two rows or columns it is as it is."""
+    rows, cols = v.mean(-1, keepdim=True), v.mean(-2, keepdim=True)
+    return v if kind == "full" or min(v.shape[-2:]) < 3 else rows * cols / rows.mean(-2, keepdim=True)
+
+
 class PlainAdaptive:
     """Adam's moments in the eigenbasis of L or R, as DESIGN.md has it, with nothing but torch.linalg.eigh."""
 
-    def __init__(self, beta1: float, beta2: float, every: int) -> None:
-        self.beta1, self.beta2, self.every = beta1, beta2, every
+    def __init__(self, beta1: float, beta2: float, every: int, kind: str = "full") -> None:
+        self.beta1, self.beta2, self.every, self.kind = beta1, beta2, every, kind
 
     def curvature(self, k: int, grads: Tensor, side: str) -> Tensor:
         return ref.gfim(grads, side)
@@ -43,8 +50,8 @@ class PlainAdaptive:
         self.m = self.beta1 * self.m + (1 - self.beta1) * turned
         self.v = self.beta2 * self.v + (1 - self.beta2) * turned**2
         t = k + 1
-        step = (self.m / (1 - self.beta1**t)) / ((self.v / (1 - self.beta2**t)).sqrt() + 1e-8)
-        direction = self.q @ step
+        second = second_moment(self.v, self.kind) / (1 - self.beta2**t)
+        direction = self.q @ ((self.m / (1 - self.beta1**t)) / (second.sqrt() + 1e-8))
         return direction if side == "left" else direction.mT
 
 
@@ -60,11 +67,12 @@ class PlainAdaptiveBatch(PlainAdaptive):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("every", [1, 2])
-def test_adaptive_scaling(shape: tuple[int, int], every: int) -> None:
+@pytest.mark.parametrize("kind", ["full", "factored"])
+def test_adaptive_scaling(shape: tuple[int, int], every: int, kind: str) -> None:
     compare(
-        PlainAdaptive(0.8, 0.95, every),
+        PlainAdaptive(0.8, 0.95, every, kind),
         shape=shape,
-        **{**BARE, "update_every": every, "momentum": 0.8, "beta2": 0.95},
+        **{**BARE, "update_every": every, "momentum": 0.8, "beta2": 0.95, "second_moment": kind},
     )
 
 
@@ -75,6 +83,7 @@ def test_adaptive_scaling_with_batch_curvature(shape: tuple[int, int]) -> None:
         PlainAdaptiveBatch(0.8, 0.95, 1),
         shape=shape,
         steps=4,
+        second_moment="full",
         **{**BARE, "update_every": 1, "momentum": 0.8, "beta2": 0.95, "curvature": "batch", "beta": 0.8},
     )
 
@@ -86,8 +95,8 @@ class PlainTwoSided:
     mean eigenvalue.
     """
 
-    def __init__(self, beta1: float, beta2: float, every: int) -> None:
-        self.beta1, self.beta2, self.every = beta1, beta2, every
+    def __init__(self, beta1: float, beta2: float, every: int, kind: str) -> None:
+        self.beta1, self.beta2, self.every, self.kind = beta1, beta2, every, kind
 
     def refreshes(self, k: int) -> bool:
         return k % self.every == 0
@@ -114,7 +123,8 @@ class PlainTwoSided:
         self.m = self.beta1 * self.m + (1 - self.beta1) * turned
         self.v = self.beta2 * self.v + (1 - self.beta2) * turned**2
         t = k + 1
-        step = (self.ahead(turned) / (1 - self.beta1**t)) / ((self.v / (1 - self.beta2**t)).sqrt() + 1e-8)
+        second = second_moment(self.v, self.kind) / (1 - self.beta2**t)
+        step = (self.ahead(turned) / (1 - self.beta1**t)) / (second.sqrt() + 1e-8)
         return self.left @ step @ self.right.mT
 
     def ahead(self, turned: Tensor) -> Tensor:
@@ -122,14 +132,15 @@ class PlainTwoSided:
 
 
 class PlainDefault(PlainTwoSided):
-    """What a newcomer gets: moving averages of L and R, refreshes after 1, 2, 4, 8 steps and every T, Nesterov."""
+    """What a newcomer gets: moving averages of L and R, refreshes after 1, 2, 4, 8 steps and then every T, Nesterov,
+    second moments by rows and columns."""
 
     def __init__(self) -> None:
-        super().__init__(0.9, 0.95, 20)
+        super().__init__(0.9, 0.95, 20, "factored")
         self.averages: dict[str, Tensor] = {}
 
     def refreshes(self, k: int) -> bool:
-        return k in (0, 1, 2, 4, 8, 16, 20)
+        return k in (0, 1, 2, 4, 8, 28)
 
     def curvature(self, grads: Tensor, side: str) -> Tensor:
         new = ref.gfim(grads, side)
@@ -144,7 +155,7 @@ class PlainDefault(PlainTwoSided):
 def test_the_default(shape: tuple[int, int]) -> None:
     model = nn.Linear(*shape)
     plain, optimizer = PlainDefault(), ngplus.NGPlus(model)
-    for k, (x, y) in enumerate(batches(22, features=shape[0], outputs=shape[1])):
+    for k, (x, y) in enumerate(batches(30, features=shape[0], outputs=shape[1])):
         before = matrix_of(model)
         wanted = plain(k, per_sample(model, x, y), before)
         train(model, optimizer, x, y)
@@ -171,12 +182,46 @@ def test_what_the_default_settles_on() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("every", [1, 2])
-def test_adaptive_scaling_of_both_sides(shape: tuple[int, int], every: int) -> None:
+@pytest.mark.parametrize("kind", ["full", "factored"])
+def test_adaptive_scaling_of_both_sides(shape: tuple[int, int], every: int, kind: str) -> None:
     compare(
-        PlainTwoSided(0.8, 0.95, every),
+        PlainTwoSided(0.8, 0.95, every, kind),
         shape=shape,
-        **{**BARE, "side": "both", "update_every": every, "momentum": 0.8, "beta2": 0.95},
+        **{**BARE, "side": "both", "update_every": every, "momentum": 0.8, "beta2": 0.95, "second_moment": kind},
     )
+
+
+def test_a_table_without_a_basis_has_means_over_its_rows_and_columns() -> None:
+    """Adam with a second moment of m + n numbers, in plain formulas; a vector keeps all of its own."""
+    model = nn.ModuleDict({"table": nn.Embedding(5, 4), "norm": nn.LayerNorm(4, bias=False)})
+    optimizer = ngplus.NGPlus(model, lr=0.01, nesterov=False)
+    m, v = torch.zeros(5, 4), torch.zeros(5, 4)
+    for k in range(1, 5):
+        optimizer.zero_grad()
+        model["norm"](model["table"](torch.randint(5, (6,)))).square().sum().backward()
+        before, gradient = model["table"].weight.detach().clone(), model["table"].weight.grad
+        optimizer.step()
+        assert gradient is not None
+        m, v = 0.9 * m + 0.1 * gradient, 0.95 * v + 0.05 * gradient**2
+        second = v.mean(1, keepdim=True) * v.mean(0) / v.mean() / (1 - 0.95**k)
+        wanted = before - 0.01 * (m / (1 - 0.9**k)) / (second.sqrt() + 1e-8)
+        torch.testing.assert_close(model["table"].weight.detach(), wanted)
+    assert "exp_avg_sq" in optimizer.state[model["norm"].weight]
+
+
+def test_what_a_factored_second_moment_keeps() -> None:
+    """m + n numbers in place of m n; a change of the kind begins the moments anew."""
+    model = nn.Linear(5, 3)
+    optimizer = ngplus.NGPlus(model)
+    state = optimizer.state[model.weight]
+    train(model, optimizer, *batches(1)[0])
+    assert "exp_avg_sq" not in state
+    assert [tuple(state[key].shape) for key in ("exp_avg_sq_row", "exp_avg_sq_col")] == [(1, 3, 1), (1, 1, 6)]
+    optimizer.param_groups[0]["second_moment"] = "full"
+    train(model, optimizer, *batches(1)[0])
+    assert tuple(state["exp_avg_sq"].shape) == (1, 3, 6)
+    assert "exp_avg_sq_row" not in state
+    assert state["adam_step"] == 1
 
 
 def test_both_sides_of_grouped_convolutions_tables_and_vectors() -> None:
@@ -243,7 +288,8 @@ def test_adaptive_scaling_of_a_vector_is_adam() -> None:
 
 
 def test_vectors_and_tables_have_no_basis_by_default_and_are_adam() -> None:
-    """What is only looked up; one that is the output layer as well has a basis, and one with sparse gradients."""
+    """What is only looked up; one that is the output layer as well has a basis, and one with sparse gradients. With
+    second moments in full it is Adam to the last digit."""
 
     class Words(nn.Module):
         def __init__(self, tied: bool, sparse: bool = False) -> None:
@@ -269,7 +315,7 @@ def test_vectors_and_tables_have_no_basis_by_default_and_are_adam() -> None:
     ours = Words(tied=False)
     theirs = Words(tied=False)
     theirs.load_state_dict(ours.state_dict())
-    first = ngplus.NGPlus(ours, lr=0.01, nesterov=False, beta2=0.99)
+    first = ngplus.NGPlus(ours, lr=0.01, nesterov=False, beta2=0.99, second_moment="full")
     second = torch.optim.Adam([*theirs.table.parameters(), *theirs.norm.parameters()], lr=0.01, betas=(0.9, 0.99))
     for _ in range(5):
         x, y = torch.randint(9, (6,)), torch.randint(9, (6,))

@@ -3,8 +3,10 @@
 Where both sides are curved, L and R each give a basis: Q_L^T G Q_R; where none is, this is Adam.
 
 The basis Q comes from a refresh; each step turns the gradient into it (Q^T G), keeps the two moments of Adam there, and
-turns the step back. The GFIM gives the directions, the gradients' own second moments the scale along each. Where L is
-made anew, the first moment is carried over by P = Q_new^T Q_old, the second by P * P, elementwise.
+turns the step back. The GFIM gives the directions, the gradients' own second moments the scale along each. Of these
+``second_moment="factored"`` keeps the means over rows and columns alone: in the eigenbases the second moments of a
+matrix are nearly a product of the two, and the mean of a row is known after fewer steps than each of its numbers. Where
+L is made anew, the first moment is carried over by P = Q_new^T Q_old, the second by P * P, elementwise.
 
 On the way from gradient to step: the direction, where ``scaling`` is "adaptive".
 """
@@ -19,25 +21,32 @@ from torch import Tensor
 from ngplus import solve
 from ngplus.curvature import Group, State, clear, read, write
 
-NOISE = 100.0  # a second moment below this many roundings of the layer's mean one is noise
+NOISE = 100.0  # a root of a second moment below this many roundings of the root of the layer's mean one is noise
+SECOND = ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")  # the second moment: in full, or its means
+
+Pair = tuple[Tensor, Tensor]  # of a second moment, the means over rows and over columns: [.., p, 1] and [.., 1, D]
 
 
 def carry_moments(state: State, new: Sequence[Tensor], group: Group) -> None:
     """Turns the moments in the state from the old basis into a new one, or drops them."""
     old = read(state, "basis")
     if group["step"] == 0 or old is None or not _same_shapes(old, new):
-        clear(state, "exp_avg", "exp_avg_sq", "floor")
+        clear(state, "exp_avg", *SECOND, "floor")
         return
     change = [q.mT @ o.to(q) for q, o in zip(new, old, strict=True)]
-    for key, turns in (("exp_avg", change), ("exp_avg_sq", [p.square() for p in change])):
-        moments = read(state, key)
-        if moments is None:
-            continue
-        if len(moments) < len(turns):  # both sides of one gradient
+    shares = [p.square() for p in change]
+    first, full, rows, cols = (read(state, key) for key in ("exp_avg", *SECOND))
+    both = first is not None and len(first) < len(change)  # two sides of one gradient
+    for key, moments, turns in (("exp_avg", first, change), ("exp_avg_sq", full, shares)):
+        if moments is not None and both:
             write(state, key, [turns[0] @ moments[0].to(turns[0]) @ turns[1].mT])
-        else:
+        elif moments is not None:
             write(state, key, [solve.times(p, m.to(p)) for p, m in zip(turns, moments, strict=True)])
-    second = read(state, "exp_avg_sq")
+    if rows is not None:
+        write(state, "exp_avg_sq_row", [p @ row.to(p) for p, row in zip(shares, rows, strict=not both)])
+    if cols is not None and both:
+        write(state, "exp_avg_sq_col", [cols[0].to(shares[1]) @ shares[1].mT])
+    second = read(state, "exp_avg_sq") or read(state, "exp_avg_sq_row")
     if second is not None:
         state["floor"] = _floor(state, second, group)
 
@@ -45,24 +54,22 @@ def carry_moments(state: State, new: Sequence[Tensor], group: Group) -> None:
 def steps(works: Sequence[tuple[State, list[Tensor]]], group: Group) -> list[list[Tensor]]:
     """Adam's steps in the eigenbases of many matrices with one group's options; their gradients come in stacks.
 
-    Of each matrix one or two products with Q and its transpose; all that is elementwise is done for all matrices in one
+    Of each matrix one or two products with Q and its transpose; what is elementwise is done for all matrices in one
     call, so that many small layers cost little more than one large one.
     """
     beta1, beta2 = group["momentum"], group["beta2"]
     bases = [q for state, stacks in works for q in _bases(state, stacks)]
     gradients = [g for _, stacks in works for g in stacks]
     turned = [_into(q, g) for q, g in zip(bases, gradients, strict=True)]
-    parts = _split_like(turned, works)
     first: list[Tensor] = []
-    second: list[Tensor] = []
+    second: list[Tensor | Pair] = []
     counts: list[int] = []
-    for (state, stacks), own in zip(works, parts, strict=True):
+    for (state, _), own in zip(works, _split_like(turned, works), strict=True):
         moments = _moments(state, own, group)
         first += moments[0]
         second += moments[1]
-        counts += [int(state["adam_step"])] * len(stacks)
-    torch._foreach_mul_(second, beta2)
-    torch._foreach_addcmul_(second, turned, turned, 1 - beta2)
+        counts += [int(state["adam_step"])] * len(own)
+    _take_in_squares(second, turned, 1 - beta2)
     torch._foreach_lerp_(first, turned, 1 - beta1)
     ahead = list(torch._foreach_lerp(first, turned, 1 - beta1)) if group["nesterov"] else first
     # With c = 1 - beta2^t: m / (sqrt(v / c) + floor) = sqrt(c) m / (sqrt(v) + sqrt(c) floor), in as few passes as can.
@@ -72,8 +79,22 @@ def steps(works: Sequence[tuple[State, list[Tensor]]], group: Group) -> list[lis
     return _split_like([_out_of(q, s) for q, s in zip(bases, out, strict=True)], works)
 
 
+def _take_in_squares(second: Sequence[Tensor | Pair], turned: Sequence[Tensor], weight: float) -> None:
+    """The moving averages of the squares, or of their means over rows and columns."""
+    full = [(v, t) for v, t in zip(second, turned, strict=True) if isinstance(v, Tensor)]
+    if full:
+        own, gradients = [v for v, _ in full], [t for _, t in full]
+        torch._foreach_mul_(own, 1 - weight)
+        torch._foreach_addcmul_(own, gradients, gradients, weight)
+    pairs = [(v, t) for v, t in zip(second, turned, strict=True) if not isinstance(v, Tensor)]
+    if pairs:
+        squares = torch._foreach_mul([t for _, t in pairs], [t for _, t in pairs])
+        means = [mean for s in squares for mean in (s.mean(-1, keepdim=True), s.mean(-2, keepdim=True))]
+        torch._foreach_lerp_([mean for v, _ in pairs for mean in v], means, weight)
+
+
 def _denominators(
-    works: Sequence[tuple[State, list[Tensor]]], second: list[Tensor], roots: list[float], group: Group
+    works: Sequence[tuple[State, list[Tensor]]], second: list[Tensor | Pair], roots: list[float], group: Group
 ) -> list[Tensor]:
     """sqrt(v) + sqrt(c) (floor + eps) of each stack; without a basis there is no floor."""
     floors: dict[int, Tensor] = {}
@@ -83,10 +104,13 @@ def _denominators(
         if "basis" in state:
             floor = state.get("floor")
             if floor is None:
-                floor = state["floor"] = _floor(state, second[start:end], group)
+                held = [v if isinstance(v, Tensor) else v[0] for v in second[start:end]]
+                floor = state["floor"] = _floor(state, held, group)
             floors.update(dict.fromkeys(range(start, end), floor))
         start = end
-    out = list(torch._foreach_sqrt(second))
+    full = [v for v in second if isinstance(v, Tensor)]
+    made = iter(torch._foreach_sqrt(full) if full else ())
+    out = [next(made) if isinstance(v, Tensor) else _root(*v) for v in second]
     flat = [i for i in range(len(out)) if i not in floors]
     if flat:
         torch._foreach_add_([out[i] for i in flat], [roots[i] * group["eps"] for i in flat])
@@ -94,6 +118,12 @@ def _denominators(
         added = torch._foreach_add(list(floors.values()), group["eps"])
         torch._foreach_add_([out[i] for i in floors], torch._foreach_mul(added, [roots[i] for i in floors]))
     return out
+
+
+def _root(rows: Tensor, cols: Tensor) -> Tensor:
+    """sqrt(v) with v_ij = row_i col_j / mean: of all v with these means the one that knows nothing more."""
+    mean = rows.mean(-2, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
+    return rows.sqrt() * (cols / mean).sqrt()
 
 
 def sparse_steps(state: State, stacks: list[Tensor], group: Group) -> list[Tensor]:
@@ -105,7 +135,7 @@ def sparse_steps(state: State, stacks: list[Tensor], group: Group) -> list[Tenso
     second = read(state, "exp_avg_sq")
     if group["step"] == 0 or not _same_shapes(second, squares):
         second = [torch.zeros_like(s) for s in squares]
-        clear(state, "exp_avg", "floor")
+        clear(state, "exp_avg", *SECOND, "floor")
         write(state, "exp_avg_sq", second)
         state["adam_step"] = 0
     assert second is not None
@@ -120,25 +150,36 @@ def sparse_steps(state: State, stacks: list[Tensor], group: Group) -> list[Tenso
     return [_out_of(q, t / r) for q, t, r in zip(bases, turned, roots, strict=True)]
 
 
-def _moments(state: State, turned: list[Tensor], group: Group) -> tuple[list[Tensor], list[Tensor]]:
+def _moments(state: State, turned: list[Tensor], group: Group) -> tuple[list[Tensor], list[Tensor | Pair]]:
     """The two moments, made anew where they are not there or of another shape, and one more step counted."""
-    first, second = read(state, "exp_avg"), read(state, "exp_avg_sq")
-    if group["step"] == 0 or not _same_shapes(first, turned) or not _same_shapes(second, turned):
-        first, second = [torch.zeros_like(t) for t in turned], [torch.zeros_like(t) for t in turned]
-        write(state, "exp_avg", first)
-        write(state, "exp_avg_sq", second)
-        clear(state, "floor")
+    factored = is_factored(group, *turned[0].shape[-2:])
+    wanted: dict[str, list[tuple[int, ...]]] = {"exp_avg": [t.shape for t in turned]}
+    if factored:
+        wanted["exp_avg_sq_row"] = [(*t.shape[:-1], 1) for t in turned]
+        wanted["exp_avg_sq_col"] = [(*t.shape[:-2], 1, t.shape[-1]) for t in turned]
+    else:
+        wanted["exp_avg_sq"] = wanted["exp_avg"]
+    held = {key: read(state, key) for key in wanted}
+    if group["step"] == 0 or any(h is None or [x.shape for x in h] != wanted[key] for key, h in held.items()):
+        clear(state, "exp_avg", *SECOND, "floor")
+        for key, shapes in wanted.items():
+            write(state, key, [t.new_zeros(shape) for t, shape in zip(turned, shapes, strict=True)])
+        held = {key: read(state, key) for key in wanted}
         state["adam_step"] = 0
-    assert first is not None
-    assert second is not None
     state["adam_step"] = int(state["adam_step"]) + 1
-    return first, second
+    first, *second = (stacks or [] for stacks in held.values())
+    return first, list(zip(*second, strict=True)) if factored else list(second[0])
+
+
+def is_factored(group: Group, rows: int, cols: int) -> bool:
+    """Are means kept for the second moment? Not where there are one or two rows or columns: nothing is saved there."""
+    return group["second_moment"] == "factored" and min(rows, cols) > 2
 
 
 def _floor(state: State, second: Sequence[Tensor], group: Group) -> Tensor:
-    """What is added to the roots: where a direction has no gradient but rounding, it keeps Adam from blowing the
-    rounding up to a full step. It is relative to the mean of the matrix's second moments, taken at each refresh.
-    Without a basis nothing is turned, and there is no such rounding."""
+    """What is added to the roots, from the second moments or their means over rows: where a direction has no gradient
+    but rounding, it keeps Adam from blowing the rounding up to a full step. It is relative to the mean of the matrix's
+    second moments, taken at each refresh. Without a basis nothing is turned, and there is no such rounding."""
     correction = 1 - group["beta2"] ** state["adam_step"]
     mean = torch.stack([v.sum() for v in second]).sum() / (correction * sum(v.numel() for v in second))
     return NOISE * torch.finfo(mean.dtype).eps * mean.sqrt()

@@ -28,6 +28,11 @@ from ngplus.sharding import shards_of
 from ngplus.sync import DISTRIBUTIONS, Ranks, Replicas, Team
 
 
+def _last_early(every: int) -> int:
+    """The last of the early refreshes: the largest power of two below T/2, 0 where there is none."""
+    return 1 << ((every - 1) // 2).bit_length() >> 1
+
+
 class BoundOptimizer(Optimizer):
     """Parameters, options, matrices, teams and the capture of one optimizer, and the checkpoints of its state."""
 
@@ -188,8 +193,9 @@ class BoundOptimizer(Optimizer):
         if not matrix.cut_of(group).stacks:  # no side is curved
             return False
         step, every = group["step"], group["update_every"]
-        early = group["early_refreshes"] and step < every and step & (step - 1) == 0
-        return step % every == 0 or early or not self._fitted(matrix)
+        start = _last_early(every) if group["early_refreshes"] else 0
+        due = (step - start) % every == 0 if step >= start else step & (step - 1) == 0
+        return due or not self._fitted(matrix)
 
     def _fitted(self, matrix: ParameterMatrix) -> bool:
         """Is there curvature that fits? Where it is with its owner alone, all ranks go by what they have noted."""

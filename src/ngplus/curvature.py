@@ -11,6 +11,7 @@ inverse              (lambda I + L)^-1                                          
 factor, core         U and the r x r (or r x q) matrix beside it                  "woodbury", "sketched"
 basis, spectrum      Q and w of L = Q diag(w) Q^T                                 scaling "adaptive"
 exp_avg, exp_avg_sq  Adam's two moments in the basis                              scaling "adaptive"
+exp_avg_sq_row, _col the means of the second over rows and over columns           second_moment "factored"
 floor                the rounding of their roots at the last refresh              scaling "adaptive"
 damping              lambda of the last refresh                                   all
 ==================== ============================================================ =========================

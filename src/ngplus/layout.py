@@ -7,6 +7,7 @@ version layout
 1       ``state_version`` in each group
 2       ``early_refreshes``; ``side="auto"`` is written out, as "both" or "smaller"
 3       ``side="auto"`` is written as such, and leaves vectors and plain tables without a basis
+4       ``second_moment``; ``"factored"`` ones in ``exp_avg_sq_row`` and ``exp_avg_sq_col``
 ======= =========================================================================================================
 
 On the way from gradient to step: beside it, at ``load_state_dict``.
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ngplus.dtensor import local
 
-VERSION = 3
+VERSION = 4
 NEEDED = ("lr", "damping", "update_every", "step")  # in the groups of NG+ and its rivals, and in no other optimizer's
 
 
@@ -65,9 +66,10 @@ def check(
 
 def renewed(group: Mapping[str, Any]) -> dict[str, Any]:
     """A saved group's options in today's words, with the meaning that they had."""
+    old = {"second_moment": "full", **group, "state_version": VERSION}
     if group.get("state_version", 0) >= 2:
-        return {**group, "state_version": VERSION}
-    old = {"early_refreshes": False, **group, "state_version": VERSION}
+        return old
+    old = {"early_refreshes": False, **old}
     return {**old, "side": "smaller"} if group.get("side") == "auto" else old
 
 

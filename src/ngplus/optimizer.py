@@ -83,8 +83,9 @@ class NGPlus(CapturedOptimizer):
         damping_mode: ``"absolute"``, or ``"relative"``: damping is a multiple of each layer's mean eigenvalue
             trace(L)/d.
         update_every: T, the number of steps between two refreshes. The first is at the first step.
-        early_refreshes: refreshes after 1, 2, 4, 8, ... steps, too, as long as that is below T: at the beginning the
-            curvature changes fast. On with ``scaling="adaptive"``, off with ``"inverse"``, unless it is given.
+        early_refreshes: refreshes after 1, 2, 4, 8, ... steps, below T/2, and from the last of these on every T: at the
+            beginning the curvature changes fast. On with ``scaling="adaptive"``, off with ``"inverse"``, unless it is
+            given.
         curvature: ``"sample"``, the paper's L and R; ``"momentum"``, their moving average with ``beta``; ``"batch"``,
             from mini-batch gradients with ``beta`` and ``gamma`` (1 - beta where None), started from lambda I, updated
             in every step; it needs no model. Unless it is given, ``"momentum"`` with ``scaling="adaptive"``, and
@@ -95,6 +96,8 @@ class NGPlus(CapturedOptimizer):
             Ltilde = beta Ltilde + gamma G G^T for ``"batch"``. Unless it is given, ``beta`` is 0.9 with
             ``scaling="inverse"``, and with ``"adaptive"`` 0.5 for ``"momentum"`` and 0.95 for ``"batch"``.
         beta2, eps: Adam's second beta and epsilon, for ``scaling="adaptive"`` and ``graft="adam"``.
+        second_moment: of ``scaling="adaptive"``. ``"factored"`` keeps the means over rows and columns of the squared
+            gradient in its eigenbasis, m + n numbers; ``"full"``, all of them, as Adam does. Vectors always have all.
         samples: size or fraction of the random sub-sample S of the batch; None is the whole batch.
         side: ``"smaller"`` (left where m <= n), ``"left"`` or ``"right"``. With ``scaling="adaptive"`` also ``"both"``:
             the bases of L and of R, wherever the larger one has 640 rows or less, and one elsewhere. ``"auto"`` is
@@ -140,6 +143,7 @@ class NGPlus(CapturedOptimizer):
         gamma: float | None = None,
         beta2: float = 0.95,
         eps: float = 1e-8,
+        second_moment: str = "factored",
         samples: int | float | None = None,
         side: str = "auto",
         solver: str = "auto",
@@ -171,6 +175,7 @@ class NGPlus(CapturedOptimizer):
             "gamma": gamma,
             "beta2": beta2,
             "eps": eps,
+            "second_moment": second_moment,
             "samples": samples,
             "side": side,
             "solver": solver,
@@ -206,7 +211,7 @@ class NGPlus(CapturedOptimizer):
         self._take_up_solved(work)
         if not work.matrix.cut_of(work.group).stacks:
             if "basis" in work.state:  # of a side that was curved before
-                curvatures.clear(work.state, "basis", "spectrum", "curvature", "exp_avg", "exp_avg_sq", "floor")
+                curvatures.clear(work.state, "basis", "spectrum", "curvature", "exp_avg", *adaptive.SECOND, "floor")
         elif work.group["curvature"] == "batch":
             fresh = curvatures.mini_batch(work.matrix, work.gradient, work.group, seed_of(work.group))
             curvatures.online(work.state, fresh, work.group)

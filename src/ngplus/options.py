@@ -20,6 +20,7 @@ CHOICES = {
     "solver": ("auto", "dense", "woodbury", "sketched"),
     "damping_mode": ("absolute", "relative"),
     "loss_reduction": ("mean", "sum"),
+    "second_moment": ("factored", "full"),
     "graft": (None, "sgd", "adam"),
 }
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ngplus.adaptive import is_factored
 from ngplus.blocks import Cut
 from ngplus.factors import outer_costs
 from ngplus.loads import Load, load_of
@@ -253,16 +254,19 @@ def _row(
         solver = "woodbury" if low else "dense"
     stacks = cut.stacks
     curved = matrix.groups * sum(count * size for _, count, size in stacks)
+    moments = 2 * matrix.groups * rows * cols
+    if is_factored(group, cut.size, other):  # the means over rows, and over the columns of each block
+        moments = moments // 2 + matrix.groups * cut.d + (cut.count if len(sides) == 1 else matrix.groups) * other
     if solver in ("woodbury", "sketched"):
         step = curved * rank * 4 * other + cut.count * 2 * rank * rank * other
         refresh = 2 * curved * rank * rank + cut.count * rank**3
         elements = curved * rank + cut.count * rank * (rank if solver == "woodbury" else _sketch_rows(group, cut, rank))
     elif solver == "none":
-        step, refresh, elements, samples, source = 0, 0, 2 * matrix.groups * rows * cols, 0, "none"
+        step, refresh, elements, samples, source = 0, 0, moments, 0, "none"
     elif solver == "eigenbasis":
         step = 4 * sum(own.elements * (touched if length == other else length) for own, length in sides)
         refresh = EIGH * cut.cubes
-        elements = cut.elements + curved + (curved if touched < other else 2 * matrix.groups * rows * cols)
+        elements = cut.elements + curved + (curved if touched < other else moments)
     else:
         step, refresh, elements = 2 * cut.elements * touched, cut.cubes, cut.elements
     inverse = refresh

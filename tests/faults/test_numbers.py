@@ -487,7 +487,7 @@ def test_an_eigendecomposition_that_fails_in_every_precision(monkeypatch: pytest
         warnings.simplefilter("ignore")
         train(model, optimizer, 3)
     assert finite(optimizer, model)
-    assert optimizer.health()["4.weight"].plain == 3  # Adam, in the plain basis: after 0, 1 and 2 steps
+    assert optimizer.health()["4.weight"].plain == 2  # Adam, in the plain basis: after 0 and 2 steps
     assert torch.equal(optimizer.state[model[4].weight]["basis"][0], torch.eye(6))
 
 

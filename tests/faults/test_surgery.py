@@ -214,8 +214,9 @@ def test_a_layer_of_100_million_parameters_is_planned_before_anything_is_allocat
     with torch.device("meta"):
         model = nn.Linear(10_000, 10_000, bias=False)
     plan = ngplus.NGPlus(model).plan(batch_size=32)
-    # one side is above the largest that both are for: L, its basis and spectrum, two moments
-    assert plan.state_bytes == 4 * (2 * 10_000**2 + 10_000 + 2 * 10_000**2)
+    # one side is above the largest that both are for: L, its basis and spectrum, Adam's first moment and the second's
+    # means over rows and columns
+    assert plan.state_bytes == 4 * (2 * 10_000**2 + 10_000 + 10_000**2 + 2 * 10_000)
     blocks = ngplus.NGPlus(model, scaling="inverse", solver="dense", block_size=100).plan(batch_size=32)
     assert blocks.state_bytes == 4 * 100 * 100**2
 

@@ -15,7 +15,7 @@ from ngplus.lab.bench.timing import Stopwatch
 from ngplus.lab.bench.training import ADAPTIVE, INVERSE, Contender
 
 # What SGD and Adam keep as well: it is shown, but it is not curvature.
-MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "exp_avg_tail", "exp_avg_sq_tail", "momentum", "graft", "step")
+MOMENTS = ("momentum_buffer", "momentum", "graft", "step")  # and all whose name begins with exp_avg
 
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "sample": ("ngplus-paper", INVERSE),
@@ -60,7 +60,11 @@ def bytes_by_name(state: Mapping[str, Any]) -> dict[str, int]:
 
 def curvature_bytes(state: Mapping[str, int]) -> int:
     """The bytes that are not momentum or Adam's moments."""
-    return sum(size for name, size in state.items() if not any(part in MOMENTS for part in name.split("/")))
+    return sum(size for name, size in state.items() if not any(map(_is_moment, name.split("/"))))
+
+
+def _is_moment(part: str) -> bool:
+    return part in MOMENTS or part.startswith("exp_avg")
 
 
 def _tensors(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
