@@ -68,7 +68,7 @@ def agree(team: Team) -> tuple[list[ParameterMatrix], list[str], Tensor]:
     table = torch.zeros(len(rows), 2, dtype=torch.float64)
     present = [(i, local(p.grad)) for i, (_, p) in enumerate(rows) if p.grad is not None]
     if present:
-        norms = torch.stack([n.double().cpu() for n in torch._foreach_norm([grad for _, grad in present])])
+        norms = norms_of([grad for _, grad in present]).double().cpu()
         table[[i for i, _ in present]] = torch.stack((norms, torch.ones_like(norms)), dim=1)
     shared = table.to(rows[0][1].device)
     team.agree(shared)
