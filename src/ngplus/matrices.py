@@ -166,6 +166,13 @@ def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tupl
             matrix = ParameterMatrix(names, [p for _, p in found], kinds, spec.groups, source)
             matrices.append(matrix)
             of_param.update({p: (matrix, j) for j, (_, p) in enumerate(found)})
+        looks_up = "only" if rule.looks_up else ""
+        matrix.lookup = looks_up if not known or matrix.lookup == looks_up else "also"
+        matrix.sparse = matrix.sparse or bool(getattr(module, "sparse", False))
+        own = [(i, of_param[p][1]) for i, p in found if p in of_param and of_param[p][0] is matrix]
+        if matrix.groups != spec.groups or any(matrix.kinds[part] != spec.kinds[i] for i, part in own):
+            clashes.update(p for _, p in found)  # what is new is none of its columns
+            return
         parts: list[int | None] = [None] * len(spec.names)
         for i, p in found:
             if p in of_param and of_param[p][0] is not matrix:
@@ -177,12 +184,7 @@ def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tupl
                 matrix.kinds.append(spec.kinds[i])
                 of_param[p] = (matrix, len(matrix.params) - 1)
             parts[i] = of_param[p][1]
-            if matrix.kinds[of_param[p][1]] != spec.kinds[i] or matrix.groups != spec.groups:
-                clashes.add(p)
-        looks_up = "only" if rule.looks_up else ""
-        matrix.lookup = looks_up if not known or matrix.lookup == looks_up else "also"
         matrix.update_layout()
-        matrix.sparse = matrix.sparse or bool(getattr(module, "sparse", False))
         uses.append(Use(module, rule, index, matrix, tuple(parts)))
 
     claimed: set[nn.Module] = set()
@@ -203,6 +205,7 @@ def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tupl
         if param not in of_param:
             matrices.append(lone_matrix(name, param))
             matrices[-1].reason = "no layer rule covers it"
+            of_param[param] = (matrices[-1], 0)
     # A parameter that lies one way in one module and another way in a second has no one matrix for both.
     for param in clashes:
         of_param[param][0].fall_back("its modules use it in layouts that do not agree")
