@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngplus.factors import Bags, Factors, Lookup
+from ngplus.factors import Bags, Factors, Lookup, as_lookup
 from ngplus.layers.matrix import MatrixSpec
 from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, NotPerSample, register_layer
 
@@ -67,6 +67,7 @@ def _entry_weights(module: nn.Embedding | nn.EmbeddingBag, index: Tensor, dtype:
 @register_layer(nn.EmbeddingBag)
 class EmbeddingBagRule(LayerRule):
     """Modes sum and mean, bags as rows or by offsets, ``per_sample_weights``, ``padding_idx``, sparse gradients.
+    Several bags a sample, in sample-major order, are folded into it.
 
     The mode max has no factors; it is refused here, and capture falls back to mini-batch curvature.
 
@@ -107,4 +108,11 @@ class EmbeddingBagRule(LayerRule):
             weight = weight / count.clamp_min(1)[bag]
         if weights is not None:
             weight = weight * weights.detach().flatten()
-        return Bags(index, bag, weight, grad, module.num_embeddings)
+        each = Bags(index, bag, weight, grad, module.num_embeddings)
+        samples = batch.count(bags) if batch.dim is not None else 1
+        if samples == bags:
+            return each
+        apart = as_lookup(each)  # several bags a sample: their entries are its positions
+        return Lookup(
+            apart.index.reshape(samples, -1), apart.values.reshape(samples, -1, apart.cols), module.num_embeddings
+        )
