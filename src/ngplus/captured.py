@@ -58,6 +58,9 @@ class CapturedOptimizer(BoundOptimizer):
 
     # ---------------------------------------------------------------------------------------------- of each method
 
+    def _begin(self) -> None:
+        """What a method does at the beginning of a step, on every rank."""
+
     def _observe(self, work: Work) -> None:
         """What a method does in every step, before a refresh."""
 
@@ -124,6 +127,7 @@ class CapturedOptimizer(BoundOptimizer):
         """The direction of every parameter that has a gradient; None where the step is to be skipped."""
         for group in self.param_groups:  # they may have been changed since the last step
             self._check(group)
+        self._begin()
         gathering = self._gathering
         assert gathering is not None
         self._skip = None

@@ -72,7 +72,7 @@ class Gathered:
         side, cut = matrix.side(group["side"]), matrix.cut_of(group)
         index = subsample(factors.samples, group["samples"], seed)
         self.used += factors.samples if index is None else len(index)
-        if _keeps_root(factors, side, cut, group):
+        if keeps_root(group, factors.rank(side), cut.size):
             matrix.form = "root"
             self.roots.append(fisher.gfim_root(factors, side, cut, samples=index, dtype=matrix.dtype))
             return
@@ -109,25 +109,31 @@ class Gathered:
 
 def subsample(count: int, samples: int | float | None, seed: int) -> Tensor | None:
     """S_k: a random subset of the batch, given by its size or its fraction; None for the whole batch."""
-    if samples is None:
-        return None
-    size = max(1, round(samples * count)) if isinstance(samples, float) else samples
-    if size >= count:
+    size = subsample_size(count, samples)
+    if size == count:
         return None
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:size].sort().values
 
 
-def _keeps_root(factors: Factors, side: str, cut: Cut, group: Group) -> bool:
+def subsample_size(count: int, samples: int | float | None) -> int:
+    """|S_k| of a batch of so many: one at least, all at most."""
+    if samples is None:
+        return count
+    return min(count, max(1, round(samples * count)) if isinstance(samples, float) else samples)
+
+
+def keeps_root(group: Group, rank: int, size: int) -> bool:
+    """Is L of blocks of ``size`` rows kept as U, with L = U U^T of that rank? Woodbury's identity divides by lambda."""
     if group["solver"] in ("woodbury", "sketched"):
         return True
-    low_rank = 2 * factors.rank(side) < cut.size  # then 4 d r D FLOPs of a step are below 2 d^2 D
     return bool(
-        low_rank
+        2 * rank < size  # then 4 d r D FLOPs of a step are below 2 d^2 D
         and group["solver"] == "auto"
         and group["curvature"] == "sample"
         and group["scaling"] == "inverse"
         and group["sketch"] is None
         and group["samples"] is None
+        and group["damping"] != 0
     )
 
 
@@ -169,7 +175,7 @@ def per_sample(gathered: Gathered, group: Group, cut: Cut, grad_scale: Tensor | 
     if gathered.roots and gathered.total is None:
         weight_root = weight**0.5
         roots = [torch.cat(stack, dim=-1) * weight_root for stack in zip(*gathered.roots, strict=True)]
-        if group["solver"] != "auto" or 2 * roots[0].shape[-1] < cut.size:
+        if keeps_root(group, roots[0].shape[-1], cut.size):
             return Fresh(None, roots)
         return Fresh([root @ root.mT for root in roots])
     total = gathered.products()
@@ -353,8 +359,9 @@ def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: F
 def add_placeholders(state: State, group: Group) -> None:
     """Empty entries for what the solver "auto" may come to keep, so that a flat distributed checkpoint finds them."""
     if group["solver"] == "auto" and group["curvature"] == "sample" and group["scaling"] == "inverse":
-        for key in ("factor", "core", *(("factor_tail", "core_tail") if "inverse_tail" in state else ())):
-            state.setdefault(key, state["inverse"].new_empty(0))
+        tails = ("", "_tail") if "inverse_tail" in state or "factor_tail" in state else ("",)
+        for key in (key + tail for key in ("inverse", "factor", "core") for tail in tails):
+            state.setdefault(key, state["damping"].new_empty(0))
 
 
 def read(state: State, key: str) -> list[Tensor] | None:

@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from ngplus.blocks import Cut
+from ngplus.curvature import keeps_root, read, subsample_size
 from ngplus.factors import outer_costs
 from ngplus.loads import Load, load_of
 from ngplus.matrices import ParameterMatrix
@@ -246,11 +247,11 @@ def _row(
     solver = group["solver"]
     if group["scaling"] == "adaptive":
         solver = "eigenbasis" if sides else "none"
+    elif team is not None and source != "batch":
+        solver = "dense"  # the ranks add up L
     elif solver == "auto":
-        known_rank = "inverse" not in state and ("factor" in state or rank)
-        plain = group["curvature"] == "sample" and group["sketch"] is None and group["samples"] is None
-        low = bool(known_rank) and plain and source != "batch" and 2 * rank < cut.size
-        solver = "woodbury" if low else "dense"
+        known = read(state, "inverse") is None and rank > 0 and source != "batch"
+        solver = "woodbury" if known and keeps_root(group, rank, cut.size) else "dense"
     stacks = cut.stacks
     curved = matrix.groups * sum(count * size for _, count, size in stacks)
     if solver in ("woodbury", "sketched"):
@@ -281,8 +282,7 @@ def _row(
         else:
             refresh += products
     elif samples:
-        part = group["samples"]
-        used = samples if part is None else min(samples, round(part * samples) if isinstance(part, float) else part)
+        used = subsample_size(samples, group["samples"])
         stand_in = outer_costs(kappa, cut.d, short, cut.size)  # the cost model of dense factors
         form = form or min(stand_in, key=lambda name: stand_in[name])
         cost = stand_in.get(form, min(stand_in.values()))
