@@ -82,7 +82,7 @@ class Capture:
         self.armed = False  # is any matrix?
         self._depth = 0
         self._call: Call | None = None
-        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._calls: weakref.WeakKeyDictionary[Call, None] = weakref.WeakKeyDictionary()  # in their order
         self._task = -1  # the outermost backward pass under way
         self._task_call: Call | None = None
         self._ready: dict[int, list[tuple[Call, Factors]]] = {}
@@ -202,7 +202,7 @@ class Capture:
 
     def _new_call(self) -> Call:
         call = Call()
-        self._calls.add(call)
+        self._calls[call] = None
         return call
 
     def _present_call(self) -> Call:
