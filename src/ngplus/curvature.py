@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ngplus import fisher, solve
 from ngplus.blocks import BothSides, Cut
-from ngplus.factors import Factors
+from ngplus.factors import Factors, wide
 from ngplus.faults import Trouble, all_finite
 from ngplus.matrices import ParameterMatrix
 from ngplus.sketch import Sketch, SketchSpec
@@ -347,8 +347,9 @@ def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: F
         return cut.dense([u @ u.mT for u in factor])
     if inverse is not None:
         # Rounding in the inverse comes back multiplied by its condition number: work in float64.
-        damping = state["damping"].double()
-        stacks = [solve.damped(torch.linalg.inv(i.double()), -damping).to(i.dtype) for i in inverse]
+        dtype = wide(inverse[0])
+        damping = state["damping"].to(dtype)
+        stacks = [solve.damped(torch.linalg.inv(i.to(dtype)), -damping).to(i.dtype) for i in inverse]
         return cut.dense(stacks)
     spectrum = read(state, "spectrum")
     if basis is None or spectrum is None:
