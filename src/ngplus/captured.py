@@ -116,7 +116,7 @@ class CapturedOptimizer(BoundOptimizer):
             params, made = list(directions), [worked_out(p, d) for p, d in directions.items()]
             parts = [d.values() if d.is_sparse else d for d in made]
             bad = ~norms_of(parts).isfinite()
-            zero_where(bad, parts)
+            zero_where(bad if self._skip is None else bad | self._skip.to(bad.device), parts)
             self._ledger.note("steps", [self._names[p] for p in params], bad)
             for param, direction in zip(params, made, strict=True):
                 param.grad = like(param, direction)
