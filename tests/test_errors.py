@@ -80,6 +80,7 @@ BAD_OPTIONS = [
     *bad("curvature", "samples", "", 1, "Sample"),
     *bad("nesterov", "yes", 2),
     *bad("early_refreshes", "yes", 1),
+    *bad("seed", 1.5, "0", None, True),
     *bad("scaling", "adam", None),
     *bad("side", "up", None),
     *bad("solver", "cg", None),
@@ -87,6 +88,15 @@ BAD_OPTIONS = [
     *bad("graft", "adamw", "", 1),
     *bad("loss_reduction", "none", None),
 ]
+
+
+@pytest.mark.parametrize("seed", [2**70, 2**63 - 1, -1, -(2**64)])
+def test_a_seed_is_any_whole_number(seed: int) -> None:
+    model = net()
+    optimizer = ngplus.NGPlus(model, **EXACT, samples=3, sketch=2, seed=seed)
+    x, y = batch()
+    train(optimizer, lambda: loss_fn(model(x), y))
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
 def names(option: str) -> str:

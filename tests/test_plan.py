@@ -112,6 +112,13 @@ def test_flops_of_a_step_are_counted() -> None:
     assert counter.get_total_flops() == optimizer.plan().step_flops == 2 * 12 * 12 * 31
 
 
+def test_a_small_fraction_is_one_sample_at_least() -> None:
+    flops = [
+        ngplus.NGPlus(nn.Linear(4, 3), samples=samples).plan(batch_size=4).refresh_flops for samples in (0.01, 1, 4)
+    ]
+    assert flops[0] == flops[1] < flops[2]
+
+
 def test_curvature_is_recovered_from_the_inverse() -> None:
     """Exact until the next step; later from the inverse, or from the eigenbasis."""
     torch.manual_seed(0)
@@ -145,6 +152,19 @@ def test_gfim_touches_nothing() -> None:
     assert not model.training
     assert torch.equal(mean, model[1].running_mean)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_gfim_leaves_every_module_in_its_mode() -> None:
+    model = net()
+    model[1].eval()  # frozen statistics
+    ngplus.gfim(model, loss_fn, *data())
+    assert [module.training for module in model] == [True, False, True, True, True]
+
+
+@pytest.mark.parametrize("bad", [{"side": "both"}, {"side": "up"}, {"loss_reduction": "none"}], ids=str)
+def test_gfim_refuses_what_it_does_not_know(bad: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=f"Invalid {next(iter(bad))}: .*one of"):
+        ngplus.gfim(net(), loss_fn, *data(), **bad)
 
 
 def test_gfim_takes_several_inputs_and_names() -> None:

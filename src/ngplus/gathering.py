@@ -25,8 +25,9 @@ CHECKED_ROWS = 1_000_000  # embeddings above this size are not checked for uses 
 
 
 def seed_of(group: Group) -> int:
-    """The seed of a step's sub-sample and sketches: by the group's seed and the step alone, on every rank alike."""
-    return int(group.get("seed", 0)) * 1_000_003 + int(group["step"])
+    """The seed of a step's sub-sample and sketches: by the group's seed and the step alone, on every rank alike. As
+    large as a generator takes."""
+    return (int(group.get("seed", 0)) * 1_000_003 + int(group["step"])) % 2**63
 
 
 class Gathering:

@@ -6,7 +6,7 @@ On the way from gradient to step: before the first step, and again where a sched
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -63,6 +63,7 @@ def check(options: Mapping[str, Any]) -> None:
         if name == "block_size" and options[name] is None:
             continue
         _whole(name, options[name])
+    _whole("seed", options["seed"], least=None)
     for name in ("nesterov", "early_refreshes"):
         if not isinstance(options[name], bool):
             raise ValueError(f"Invalid {name}: {options[name]!r} (True or False)")
@@ -76,9 +77,8 @@ def check(options: Mapping[str, Any]) -> None:
             raise ValueError(f"Invalid samples: {samples} (a fraction in (0, 1], or a whole number of samples)")
     elif samples is not None:
         _whole("samples", samples)
-    for name, choices in CHOICES.items():
-        if options[name] not in choices:
-            raise ValueError(f"Invalid {name}: {options[name]!r} (one of {', '.join(map(repr, choices))})")
+    for name in CHOICES:
+        choice(name, options[name])
     SketchSpec.parse(options["sketch"])
     if options["nesterov"] and not options["momentum"] > 0:
         raise ValueError("Nesterov momentum requires a momentum above 0")
@@ -100,6 +100,13 @@ def check(options: Mapping[str, Any]) -> None:
             raise ValueError(f"solver={options['solver']!r} divides by the damping, which is 0: take solver='dense'")
 
 
+def choice(name: str, value: Any, choices: Sequence[Any] | None = None) -> None:
+    """ValueError where the value is none of those that the option has, or of these."""
+    known = CHOICES[name] if choices is None else choices
+    if value not in known:
+        raise ValueError(f"Invalid {name}: {value!r} (one of {', '.join(map(repr, known))})")
+
+
 def _number(name: str, value: Any, top: float = math.inf, open_top: bool = False, hint: str = "") -> None:
     if isinstance(value, str) or not isinstance(value, int | float | Tensor) or isinstance(value, bool):
         raise ValueError(f"Invalid {name}: {value!r}{hint or _range(top, open_top)}")
@@ -116,6 +123,6 @@ def _range(top: float, open_top: bool) -> str:
     return f" (a number of 0 or more and below {top:g})" if open_top else f" (a number from 0 to {top:g})"
 
 
-def _whole(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"Invalid {name}: {value!r} (a whole number of 1 or more)")
+def _whole(name: str, value: Any, least: int | None = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+        raise ValueError(f"Invalid {name}: {value!r} (a whole number{'' if least is None else f' of {least} or more'})")

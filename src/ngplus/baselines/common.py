@@ -23,7 +23,7 @@ from ngplus.plan import Plan, PlanRow
 _NEUTRAL: dict[str, Any] = {
     "damping_mode": "absolute", "curvature": "sample", "scaling": "inverse", "side": "smaller", "solver": "auto",
     "beta": 0.0, "gamma": None, "beta2": 0.0, "eps": 0.0, "samples": None, "sketch": None, "block_size": None,
-    "graft": None, "early_refreshes": False, "background": False, "drift": None,
+    "graft": None, "early_refreshes": False, "background": False, "drift": None, "seed": 0,
 }  # fmt: skip
 
 
