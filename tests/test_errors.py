@@ -80,6 +80,8 @@ BAD_OPTIONS = [
     *bad("curvature", "samples", "", 1, "Sample"),
     *bad("nesterov", "yes", 2),
     *bad("early_refreshes", "yes", 1),
+    *bad("maximize", "yes", 1, None),
+    *bad("decoupled_weight_decay", "yes", 0, None),
     *bad("seed", 1.5, "0", None, True),
     *bad("scaling", "adam", None),
     *bad("side", "up", None),
@@ -147,7 +149,8 @@ CLASHES = [
     ({"solver": "woodbury", "scaling": "adaptive"}, "woodbury.*scaling"),
     ({"solver": "woodbury", "damping": 0.0, "scaling": "inverse"}, "damping"),
     ({"solver": "sketched", "damping": 0, "scaling": "inverse"}, "damping"),
-    ({"nesterov": True, "momentum": 0.0}, "Nesterov"),
+    ({"nesterov": True, "momentum": 0.0}, "nesterov=True.*momentum, which is 0.0"),
+    ({"solver": "woodbury", "scaling": "inverse", "sketch": 3}, "woodbury.*sketch"),
     ({"scaling": "adaptive", "momentum": 1.0}, "momentum"),
 ]
 
@@ -156,6 +159,14 @@ CLASHES = [
 def test_options_that_do_not_go_together(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ngplus.NGPlus(net(), **options)
+
+
+@pytest.mark.parametrize("option", ["model", "batch_dim", "process_group", "distribution"])
+def test_a_group_takes_no_option_that_is_for_all(option: str) -> None:
+    model = net()
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), option: None}]
+    with pytest.raises(ValueError, match=f"no {option}: give it to NGPlus"):
+        ngplus.NGPlus(groups, model=model)
 
 
 @pytest.mark.parametrize("batch_dim", [{"nowhere": 0}, "0", 1.5])

@@ -27,6 +27,8 @@ from ngplus.notices import no_such_name
 from ngplus.sharding import shards_of
 from ngplus.sync import DISTRIBUTIONS, Ranks, Replicas, Team
 
+OF_ALL = ("model", "batch_dim", "process_group", "distribution")  # arguments that no group has for itself
+
 
 class BoundOptimizer(Optimizer):
     """Parameters, options, matrices, teams and the capture of one optimizer, and the checkpoints of its state."""
@@ -128,6 +130,11 @@ class BoundOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim; the new parameters' first refresh is at the next step."""
         if isinstance(param_group, dict):
+            if misplaced := [name for name in OF_ALL if name in param_group]:
+                raise ValueError(
+                    f"A parameter group takes no {', '.join(misplaced)}: give it to {type(self).__name__} itself, "
+                    "where it is for all groups"
+                )
             param_group = {**param_group, "step": 0}
             param_group.update(self._settled({**self.defaults, **param_group}))
             merged = {**self.defaults, **param_group}

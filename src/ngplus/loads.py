@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ngplus import options
 from ngplus.sync import assign
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def load_of(rows: Sequence[PlanRow], ranks: int, distribution: str) -> Load:
     """The load of the busiest of so many ranks, with matrices assigned as :class:`ngplus.NGPlus` assigns them."""
     if distribution not in DISTRIBUTIONS:
         raise ValueError(f"Invalid distribution: {distribution!r} (one of {', '.join(map(repr, DISTRIBUTIONS))})")
+    options.whole("ranks", ranks)
     sharded = distribution == "sharded"
     # Where rows are sparse, every rank applies the inverse to those that it has touched.
     away = [distribution != "communication" and not row.sparse for row in rows]

@@ -111,6 +111,7 @@ class NGPlus(CapturedOptimizer):
         batch_dim: the dimension of the samples, for the whole model or by module name; None for a module without one.
         background: True makes the inverses and eigenbases of a refresh in the background, and takes them up when they
             are ready; a number k, exactly k steps later, so that every run is the same. On several ranks True is 1.
+            ``state_dict()`` takes up early what is under way: runs are the same that save at the same steps.
         drift: where given, a layer's refreshes come further apart as long as its curvature moves less than this from
             one to the next (0.1: a tenth of it), up to 16 times ``update_every``, never closer than that.
         seed: of the sub-samples and sketches.

@@ -221,6 +221,10 @@ Entry = tuple[ParameterMatrix, dict[str, Any], dict[str, Any], Team | None]
 
 def plan_of(entries: Sequence[Entry], batch_size: int | None, positions: int | Mapping[str, int]) -> Plan:
     """The plan of matrices with their groups, states and teams."""
+    names = [matrix.name for matrix, *_ in entries]
+    for name in positions if isinstance(positions, Mapping) else ():
+        if name not in names:
+            raise KeyError(no_such_name(name, names, "positions"))
     return Plan(tuple(_row(*entry, batch_size, positions) for entry in entries))
 
 
