@@ -4,7 +4,8 @@
 gradients into directions, update the parameters, arm the capture for the next refresh. A method says what it gathers,
 how a refresh turns that into state, and how state turns a gradient into a direction.
 
-On the way from gradient to step: all of it; every other module is called from here.
+On the way from gradient to step: all of it; the modules on the way are called from here, or set up by
+:mod:`ngplus.bound`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ Direction = tuple[Tensor | list[Product], Tensor | None]
 
 
 class CapturedOptimizer(BoundOptimizer):
-    """The frame. A method gives ``_refresh``, ``_fits`` and ``_direction``, and what else it does in its own way."""
+    """The frame. A method gives ``_refresh``, ``_fits``, and ``_direction`` or ``_precondition``; the rest where it has
+    a way of its own."""
 
     _initialising = False
     _skip: Tensor | None = None  # on an accelerator: is this step to change nothing?
@@ -90,7 +92,8 @@ class CapturedOptimizer(BoundOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """A refresh where k mod T == 0; then W <- W - lr * direction, with momentum and weight decay as in SGD."""
+        """A refresh where one is due: k mod T == 0, early, or by drift. Then W <- W - lr * direction, with weight decay
+        as in SGD and, where the scaling is "inverse", its momentum."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -272,7 +275,7 @@ class CapturedOptimizer(BoundOptimizer):
         return self._ledger.health()
 
     def _warn_uncovered(self, uncovered: list[ParameterMatrix]) -> None:
-        """One warning in an optimizer's life, with the names of all that has no per-sample curvature."""
+        """One warning, until the parameters are others, with the names of all that has no per-sample curvature."""
         if self._warned or self._initialising or not uncovered:
             return
         self._warned = True

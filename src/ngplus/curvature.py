@@ -3,17 +3,22 @@
 The functions here stand between the pure rooms (:mod:`ngplus.fisher`, :mod:`ngplus.solve`) and the optimizer. They read
 the options of a parameter group and keep their results in that matrix's ``state``, a plain dict of tensors:
 
-==================== ============================================================ =========================
-key                  what                                                         kept by
-==================== ============================================================ =========================
-curvature            the moving average of L or R                                 "momentum", "batch"
-inverse              (lambda I + L)^-1                                            solver "dense"
-factor, core         U and the r x r (or r x q) matrix beside it                  "woodbury", "sketched"
-basis, spectrum      Q and w of L = Q diag(w) Q^T                                 scaling "adaptive"
-exp_avg, exp_avg_sq  Adam's two moments in the basis                              scaling "adaptive"
-floor                the rounding of their roots at the last refresh              scaling "adaptive"
-damping              lambda of the last refresh                                   all
-==================== ============================================================ =========================
+============================ ==================================================== =========================
+key                          what                                                 kept by
+============================ ==================================================== =========================
+curvature                    the moving average of L or R                         "momentum", "batch"
+inverse                      (lambda I + L)^-1                                    solver "dense"
+factor, core                 U and the r x r (or r x q) matrix beside it          "woodbury", "sketched"
+sketch_seed                  of the sketch in the core                            "sketched"
+damping                      lambda of the last refresh                           scaling "inverse"
+basis, spectrum              Q and w of L = Q diag(w) Q^T                         scaling "adaptive"
+exp_avg, exp_avg_sq          Adam's two moments in the basis                      scaling "adaptive"
+adam_step                    the steps that they have seen                        scaling "adaptive"
+floor                        the rounding of their roots at the last refresh      scaling "adaptive"
+graft_exp_avg, ..._sq, _step Adam's moments of the plain gradient                 graft "adam"
+refreshed                    what the last refresh was made for, as a number      all
+refresh_interval, _at        steps between refreshes, and the step of the next    drift
+============================ ==================================================== =========================
 
 A tensor is a stack [groups * blocks, p, ...]; where the last block is smaller, or where both sides are curved, the
 second one lies beside it under ``..._tail``.
@@ -268,11 +273,11 @@ def install(state: State, new: Solved) -> None:
 
 
 def drift(state: State, fresh: Fresh, group: Group) -> Tensor:
-    """How far the curvature has moved since the last refresh, from 0 (not at all) to about 1.
+    """How far the curvature has moved since the last refresh; 0 is not at all.
 
-    Adaptive scaling: the part of |L|^2 that lies off the diagonal in the old basis. Inverse: how far the old inverse is
-    from inverting the new matrix on its own columns, |(lambda I + L) (lambda I + L_old)^-1 X - X| / |X| with X = L, or
-    X = U where L = U U^T.
+    Adaptive scaling: the part of |L|^2 that lies off the diagonal in the old basis, 1 at most. Inverse: how far the old
+    inverse is from inverting the new matrix on its own columns, |(lambda I + L) (lambda I + L_old)^-1 X - X| / |X| with
+    X = L, or X = U where L = U U^T; above 1 where L has grown.
     """
     if group["scaling"] == "adaptive":
         turned = [q.mT @ m @ q for q, m in zip(read(state, "basis") or [], fresh.dense(), strict=True)]

@@ -1,4 +1,4 @@
-"""The gradients of a step as matrices, and whether they are fit for one: finite, unscaled, reached by the loss.
+"""The gradients of a step as matrices, their norms, on which ranks agree, and the loss scale of those captured.
 
 On the way from gradient to step: the beginning of ``step``: .grad becomes G.
 """

@@ -27,7 +27,7 @@ LARGEST_OTHER = 640
 
 
 class ParameterMatrix:
-    """One matrix W (m x n) of the paper: its parameters, how they lie in it, and what capture has gathered for it."""
+    """One matrix W (m x n) of the paper: its parameters, how they lie in it, and what its last refresh has seen."""
 
     def __init__(
         self, names: list[str], params: list[nn.Parameter], kinds: list[str], groups: int = 1, source: str = "batch"

@@ -35,6 +35,8 @@ LONGEST = 16  # with drift, no layer waits longer than this many times T
 class Curvature(NamedTuple):
     """A matrix's side, "left" or "right", and its dense L or R: [d, d], or [groups, d, d] for a grouped convolution.
 
+    Where both sides are curved, it is the smaller one's.
+
     Examples:
         >>> side, matrix = Curvature("left", torch.eye(2))
         >>> side, tuple(matrix.shape)
@@ -97,9 +99,10 @@ class NGPlus(CapturedOptimizer):
         beta2, eps: Adam's second beta and epsilon, for ``scaling="adaptive"`` and ``graft="adam"``.
         samples: size or fraction of the random sub-sample S of the batch; None is the whole batch.
         side: ``"smaller"`` (left where m <= n), ``"left"`` or ``"right"``. With ``scaling="adaptive"`` also ``"both"``:
-            the bases of L and of R, wherever the larger one has 640 rows or less, and one elsewhere. ``"auto"`` is
-            the same, but leaves vectors (those of norm layers) and tables that are only looked up to plain Adam; with
-            ``scaling="inverse"``, blocks or a sketch it is ``"smaller"``.
+            the bases of L and of R where the larger one has 640 rows or less; the smaller side's elsewhere, and of
+            vectors (those of norm layers) and tables. ``"auto"`` is the same, but leaves to plain Adam vectors, and
+            tables that are only looked up and have no sparse gradients; with ``scaling="inverse"``, blocks or a sketch
+            it is ``"smaller"``.
         solver: ``"dense"`` (Cholesky), ``"woodbury"``, ``"sketched"`` (sketched least squares), or ``"auto"``, the
             cheapest exact one for each layer.
         block_size: p of the block-diagonal form.
@@ -415,10 +418,12 @@ class NGPlus(CapturedOptimizer):
         return plan_of(entries, batch_size, positions)
 
     def curvature(self, which: str | nn.Parameter) -> Curvature:
-        """The side and the dense L or R of a parameter, by name or as it is.
+        """The side and the dense L or R of a parameter, by name or as it is; of both sides, the smaller one's.
 
-        Exact until the next step; later, where only the inverse is kept, recovered from it, with the rounding of its
-        condition number. On many ranks, where the owner alone keeps it, ask the owner: ``plan()`` names it.
+        With ``curvature="momentum"`` or ``"batch"`` it is the moving average. With ``"sample"`` it is that of the last
+        refresh, exact until the next step; later, where only the inverse or the basis is kept, recovered from it, with
+        the rounding of its condition number. On many ranks, where the owner alone keeps it, ask the owner: ``plan()``
+        names it.
 
         Examples:
             >>> model = nn.Linear(4, 2)

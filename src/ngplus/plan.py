@@ -9,6 +9,7 @@ and r the rank of U:
 dense            2 d p D                                  d p^2 (Cholesky and inverse)
 woodbury         4 d r D + 2 r^2 D                        2 d r^2 + r^3
 adaptive         4 d p D                                  9 d p^2 (eigendecomposition)
+adaptive, both   4 m n (m + n)                            9 (m^3 + n^3)
 ================ ======================================== =========================================
 
 On the way from gradient to step: beside it; it tells what the way will cost.
@@ -44,11 +45,12 @@ class PlanRow:
         shape: (m, n).
         groups: of a grouped convolution, each a matrix of that shape.
         source: where the curvature comes from, "sample", "vmap" or "batch"; "none" where no side is curved.
-        side: "left", "right", "both" or "none".
-        solver: "eigenbasis", "dense", "woodbury" or "sketched"; "none" where no side is curved.
-        blocks: how many blocks L or R is cut into.
-        form: how the products are made, "rank-one", "gram", "explicit", "mini-batch"; "" where it is not known yet.
-        state_bytes: kept for the curvature, without the momentum buffer.
+        side: "left", "right", "both" or "none"; of SENG "vec".
+        solver: "eigenbasis", "dense", "woodbury" or "sketched"; "none" where no side is curved; of KFAC "kronecker".
+        blocks: how many blocks L and R are cut into, over all groups and both sides.
+        form: how the products are made, "rank-one", "gram", "explicit", "mini-batch", or "root" where U is kept in
+            their place; "" where it is not known yet. Of KFAC its ``approx``, of SENG the form of its factors.
+        state_bytes: kept for the curvature and Adam's moments, without the momentum buffer.
         step_flops: of every step.
         refresh_flops: of a refresh.
         note: why the source is "batch".
@@ -125,7 +127,7 @@ class Plan(Sequence[PlanRow]):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes kept for the curvature of all matrices."""
+        """Bytes kept for the curvature and Adam's moments of all matrices."""
         return sum(row.state_bytes for row in self.rows)
 
     @property
@@ -321,7 +323,7 @@ def _row(
 
 
 def state_bytes(state: Mapping[str, Any]) -> int:
-    """Bytes that a matrix keeps for its curvature."""
+    """Bytes that a matrix keeps for its curvature and Adam's moments."""
     kept = [value for key, value in state.items() if isinstance(value, Tensor) and key != "momentum_buffer"]
     return sum(value.numel() * value.element_size() for value in kept)
 

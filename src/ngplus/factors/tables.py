@@ -1,4 +1,5 @@
-"""G_i of an embedding table, of which a sample touches few rows: nothing of the table's size is made on the right side.
+"""G_i of an embedding table, of which a sample touches few rows: nothing of the table's size is made on the right side,
+but for ``total``, which the first refresh asks for where a table has up to a million rows (:mod:`ngplus.gathering`).
 
 On the way from gradient to step: what the rules of Embedding and EmbeddingBag give.
 """

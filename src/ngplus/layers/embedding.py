@@ -1,6 +1,7 @@
 """Embedding and EmbeddingBag: the matrix is (rows, dim), its left factor a choice of rows.
 
-On the way from gradient to step: the rule between capture and factors, for tables; nothing of a table's size is made.
+On the way from gradient to step: the rule between capture and factors, for tables; nothing of a table's size is made
+here.
 """
 
 from __future__ import annotations
