@@ -46,8 +46,7 @@ class BoundOptimizer(Optimizer):
         process_group: ProcessGroup | None = None,
         distribution: str = "communication",
     ) -> None:
-        if distribution not in DISTRIBUTIONS:
-            raise ValueError(f"Invalid distribution: {distribution!r} (one of {', '.join(map(repr, DISTRIBUTIONS))})")
+        options.choice("distribution", distribution, DISTRIBUTIONS)
         self._distribution = distribution
         defaults = {**defaults, "step": 0, "state_version": layout.VERSION}
         self._check({**defaults, **self._settled(defaults)})

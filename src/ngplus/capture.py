@@ -90,7 +90,7 @@ class Capture:
         self._handles: list[Any] = []
         by_rule: dict[tuple[int, int], dict[int, Use]] = {}
         for use in uses:
-            by_rule.setdefault((id(use.module), id(use.rule)), {})[use.spec] = use
+            by_rule.setdefault((id(use.module), id(use.rule)), {})[use.spec_index] = use
         this = weakref.ref(self)
         for group in by_rule.values():
             use = next(iter(group.values()))

@@ -109,7 +109,7 @@ class Gathering:
     def _gather(self, matrix: ParameterMatrix, factors: Factors) -> None:
         group = self._groups[matrix.params[0]]
         small = not isinstance(factors, Lookup | Bags) or factors.rows <= CHECKED_ROWS
-        check = small and not matrix.checked and not _many_ranks()
+        check = small and not matrix.checked and not many_ranks()
         gathered = self._gathered.setdefault(id(matrix), self._gathers())
         gathered.take_in(matrix, factors, group, seed_of(group), check)
 
@@ -154,6 +154,7 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _many_ranks() -> bool:
+def many_ranks() -> bool:
+    """Is this one process of several?"""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

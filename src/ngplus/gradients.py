@@ -50,10 +50,10 @@ def gradient_parts(
     return ([-part for part in parts] if group["maximize"] else parts), rows
 
 
-def gradient_norms(work: Iterable[ParameterMatrix]) -> tuple[list[str], Tensor]:
+def gradient_norms(matrices: Iterable[ParameterMatrix]) -> tuple[list[str], Tensor]:
     """The names of the parameters that have gradients, and the norms of these. One that is finite says that every
     entry is, and its square as well."""
-    grads = [(name, p.grad) for m in work for name, p in zip(m.names, m.params, strict=True) if p.grad is not None]
+    grads = [(name, p.grad) for m in matrices for name, p in zip(m.names, m.params, strict=True) if p.grad is not None]
     if not grads:
         return [], torch.zeros(0)
     return [name for name, _ in grads], norms_of([local(grad) for _, grad in grads])

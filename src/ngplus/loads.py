@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ngplus import options
-from ngplus.sync import assign
+from ngplus.sync import DISTRIBUTIONS, assign
 
 if TYPE_CHECKING:
     from ngplus.plan import PlanRow
 
-DISTRIBUTIONS = ("communication", "memory", "sharded")
+KNOWN = (*DISTRIBUTIONS, "sharded")
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,7 @@ class Load:
 
 def load_of(rows: Sequence[PlanRow], ranks: int, distribution: str) -> Load:
     """The load of the busiest of so many ranks, with matrices assigned as :class:`ngplus.NGPlus` assigns them."""
-    if distribution not in DISTRIBUTIONS:
-        raise ValueError(f"Invalid distribution: {distribution!r} (one of {', '.join(map(repr, DISTRIBUTIONS))})")
+    options.choice("distribution", distribution, KNOWN)
     options.whole("ranks", ranks)
     sharded = distribution == "sharded"
     # Where rows are sparse, every rank applies the inverse to those that it has touched.

@@ -19,9 +19,6 @@ from torch import nn
 from ngplus.blocks import BothSides, Cut, NoSides
 from ngplus.layers import LayerRule, Layout, MatrixSpec, UnknownModuleRule, rule_for
 
-# Where a matrix's curvature comes from: the captured factors of a rule, vmap, or the mini-batch gradient in .grad.
-SOURCES = ("sample", "vmap", "batch")
-
 # Two sides are curved where the larger one is not above this: an eigenbasis of it would cost more than it brings.
 LARGEST_OTHER = 640
 
@@ -32,7 +29,9 @@ class ParameterMatrix:
     def __init__(
         self, names: list[str], params: list[nn.Parameter], kinds: list[str], groups: int = 1, source: str = "batch"
     ) -> None:
-        self.names, self.params, self.kinds, self.groups, self.source = names, params, kinds, groups, source
+        self.names, self.params, self.kinds, self.groups = names, params, kinds, groups
+        # Where its curvature comes from: a rule's factors ("sample"), "vmap", or the gradient in .grad ("batch").
+        self.source = source
         self.lookup = ""  # a table, whose rows are items that no basis should mix: "only" that, or "also"
         self.armed = False
         self.checked = False  # that the captured parts add up to the gradient
@@ -127,7 +126,7 @@ class Use:
 
     module: nn.Module
     rule: LayerRule
-    spec: int
+    spec_index: int  # of the rule's matrices for the module
     matrix: ParameterMatrix
     parts: tuple[int | None, ...]
 

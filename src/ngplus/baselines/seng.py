@@ -19,6 +19,7 @@ from ngplus.calls import BatchDims
 from ngplus.captured import Direction, Work
 from ngplus.curvature import Gathered, Group, State, subsample
 from ngplus.factors import Bags, Factors, Joined, Lookup, Outer, Rows, as_lookup
+from ngplus.factors.base import take
 from ngplus.faults import Trouble, all_finite
 from ngplus.fisher import CHUNK_BYTES
 from ngplus.gathering import seed_of
@@ -42,7 +43,7 @@ class _Columns(Batches):
     parts: list[tuple[int, Part]] = field(default_factory=list)
 
     def add(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int) -> None:
-        index = subsample(factors.samples, group["samples"], seed_of(group))
+        index = subsample(factors.samples, group["samples"], seed)
         uses = factors.uses if isinstance(factors, Joined) else [factors]
         self.parts += [(self.used, part_of(use, index, matrix.dtype)) for use in uses]
         self.used += factors.samples if index is None else len(index)
@@ -223,8 +224,7 @@ def part_of(factors: Factors, index: Tensor | None, dtype: torch.dtype) -> Part:
         return Lookup(factors.index[samples], factors.values[samples].to(dtype), factors.rows)
     small = factors.positions * (factors.rows + factors.cols) < factors.rows * factors.cols
     if isinstance(factors, Outer) and small:
-        left = factors.left[:, samples] if isinstance(factors.left, Tensor) else factors.left.take(samples)
-        return Outer(left.to(dtype), factors.dense_right(samples).to(dtype))
+        return Outer(take(factors.left, samples).to(dtype), factors.dense_right(samples).to(dtype))
     count = factors.samples if index is None else len(index)
     pieces = []
     for start, stop in _chunks(count, factors.groups * factors.positions * (factors.rows + factors.cols)):
