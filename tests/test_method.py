@@ -222,6 +222,9 @@ def test_solver_is_chosen_by_rank() -> None:
     assert "inverse" in optimizer.state[model[1].weight]
     plan = optimizer.plan()
     assert (plan["0.weight"].solver, plan["1.weight"].solver) == ("woodbury", "dense")
+    resumed = ngplus.NGPlus(model, lr=0.1, **PAPER)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert [row.solver for row in resumed.plan()] == ["woodbury", "dense"]
 
 
 def test_without_damping_the_solver_is_dense() -> None:

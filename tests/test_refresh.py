@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ngplus
-from ngplus import solve
+from ngplus import faults, solve
 from ngplus.curvature import Fresh, drift
 
 
@@ -179,8 +179,11 @@ def test_options_that_make_no_sense_are_refused(bad: dict[str, Any]) -> None:
         ngplus.NGPlus(model(), **bad)
 
 
-def test_saving_counts_what_the_background_has_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the step does that would have taken the result up: the fault is in health()."""
+@pytest.mark.parametrize("seen", [("cpu",), ()], ids=["host", "device"])
+def test_saving_counts_what_the_background_has_met(monkeypatch: pytest.MonkeyPatch, seen: tuple[str, ...]) -> None:
+    """As the step does that would have taken the result up: the fault is in health(), and where the host does not look
+    the last good inverse stays."""
+    monkeypatch.setattr(faults, "SEEN", seen)
     net, batches = model(), data(3)
     optimizer = ngplus.NGPlus(net, scaling="inverse", damping=0.5, update_every=2, background=2, solver="dense")
     train(net, optimizer, batches[:2])
@@ -190,9 +193,11 @@ def test_saving_counts_what_the_background_has_met(monkeypatch: pytest.MonkeyPat
         return inverse(matrix)[0], torch.ones(len(matrix), dtype=torch.bool)
 
     monkeypatch.setattr(solve, "_cholesky_inverse", failing)
+    good = optimizer.state[net[0].weight]["inverse"].clone()
     train(net, optimizer, batches[2:])
-    optimizer.state_dict()
-    assert [(layer.retried, layer.plain) for layer in optimizer.health().layers] == [(1, 1)] * 2
+    kept = torch.equal(optimizer.state_dict()["state"][0]["inverse"], good)
+    counts = [(layer.retried, layer.plain) for layer in optimizer.health().layers]
+    assert (counts, kept) == (([(1, 1)] * 2, False) if seen else ([(1, 0)] * 2, True))
 
 
 def normed() -> nn.Module:

@@ -256,8 +256,9 @@ def _row(
     elif team is not None and source != "batch":
         solver = "dense"  # the ranks add up L
     elif solver == "auto":
-        known = read(state, "inverse") is None and rank > 0 and source != "batch"
-        solver = "woodbury" if known and keeps_root(group, rank, cut.size) else "dense"
+        known = read(state, "factor") is not None or (read(state, "inverse") is None and rank > 0)
+        low = known and source != "batch" and keeps_root(group, rank, cut.size)
+        solver = "woodbury" if low else "dense"
     stacks = cut.stacks
     curved = matrix.groups * sum(count * size for _, count, size in stacks)
     if solver in ("woodbury", "sketched"):
