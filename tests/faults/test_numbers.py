@@ -483,8 +483,7 @@ def test_an_eigendecomposition_that_fails_in_every_precision(monkeypatch: pytest
     model = net()
     optimizer = ngplus.NGPlus(model, lr=1e-3, update_every=2)
     monkeypatch.setattr(torch.linalg, "eigh", eigh)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with pytest.warns(ngplus.HealthWarning, match="'adaptive' plain Adam"):
         train(model, optimizer, 3)
     assert finite(optimizer, model)
     assert optimizer.health()["4.weight"].plain == 3  # Adam, in the plain basis: after 0, 1 and 2 steps
