@@ -174,6 +174,15 @@ CASES += [
         joined(bias=False),
         take=take_bag(last=True),
     ),
+    *(
+        Case(
+            f"bag-{mode}-fields",
+            lambda mode=mode, options=options: Fields(mode, **options),
+            randint(9, 5, 3, 6),
+            joined(prefix="bag.", bias=False),
+        )
+        for mode, options in (("sum", {}), ("mean", {"padding_idx": 2}))
+    ),
     Case("bag-left", lambda: nn.EmbeddingBag(3, 4, mode="sum"), randint(3, 5, 6), joined(bias=False)),
 ]
 
@@ -372,6 +381,17 @@ class Flattened(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.n(self.l(x.flatten(0, 1))).unflatten(0, x.shape[:2])
+
+
+class Fields(nn.Module):
+    """Several bags of one table for each sample, side by side."""
+
+    def __init__(self, mode: str, **options: Any) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(9, 4, mode=mode, **options)
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.bag(index.flatten(0, 1)).view(len(index), -1)
 
 
 class Positions(nn.Module):

@@ -448,3 +448,36 @@ def test_captured_inputs_go_when_their_layer_is_done() -> None:
         loss.backward()
         optimizer.step()
     assert alive == [False] * 4
+
+
+class ThereAndBack(nn.Module):
+    """One weight in a convolution and in the transposed one behind it, each with a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.there, self.back = nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 3, 3)
+        self.back.weight = self.there.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(torch.tanh(self.there(x)))
+
+
+def test_a_weight_tied_in_layouts_that_do_not_agree_falls_back() -> None:
+    model = ThereAndBack()
+    optimizer = ngplus.NGPlus(model, lr=0.01)
+    plan = optimizer.plan()
+    assert {name for row in plan for name in row.parameters} == {"there.weight", "there.bias", "back.bias"}
+    assert all("do not agree" in row.note for row in plan)
+    x = torch.randn(4, 3, 6, 6)
+
+    def train() -> float:
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    with pytest.warns(UserWarning, match="No per-sample curvature"):
+        first = train()
+    assert train() < first

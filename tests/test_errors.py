@@ -80,6 +80,9 @@ BAD_OPTIONS = [
     *bad("curvature", "samples", "", 1, "Sample"),
     *bad("nesterov", "yes", 2),
     *bad("early_refreshes", "yes", 1),
+    *bad("maximize", "yes", 1, None),
+    *bad("decoupled_weight_decay", "yes", 0, None),
+    *bad("seed", 1.5, "0", None, True),
     *bad("scaling", "adam", None),
     *bad("side", "up", None),
     *bad("solver", "cg", None),
@@ -87,6 +90,15 @@ BAD_OPTIONS = [
     *bad("graft", "adamw", "", 1),
     *bad("loss_reduction", "none", None),
 ]
+
+
+@pytest.mark.parametrize("seed", [2**70, 2**63 - 1, -1, -(2**64)])
+def test_a_seed_is_any_whole_number(seed: int) -> None:
+    model = net()
+    optimizer = ngplus.NGPlus(model, **EXACT, samples=3, sketch=2, seed=seed)
+    x, y = batch()
+    train(optimizer, lambda: loss_fn(model(x), y))
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
 def names(option: str) -> str:
@@ -137,7 +149,8 @@ CLASHES = [
     ({"solver": "woodbury", "scaling": "adaptive"}, "woodbury.*scaling"),
     ({"solver": "woodbury", "damping": 0.0, "scaling": "inverse"}, "damping"),
     ({"solver": "sketched", "damping": 0, "scaling": "inverse"}, "damping"),
-    ({"nesterov": True, "momentum": 0.0}, "Nesterov"),
+    ({"nesterov": True, "momentum": 0.0}, "nesterov=True.*momentum, which is 0.0"),
+    ({"solver": "woodbury", "scaling": "inverse", "sketch": 3}, "woodbury.*sketch"),
     ({"scaling": "adaptive", "momentum": 1.0}, "momentum"),
 ]
 
@@ -146,6 +159,14 @@ CLASHES = [
 def test_options_that_do_not_go_together(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ngplus.NGPlus(net(), **options)
+
+
+@pytest.mark.parametrize("option", ["model", "batch_dim", "process_group", "distribution"])
+def test_a_group_takes_no_option_that_is_for_all(option: str) -> None:
+    model = net()
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), option: None}]
+    with pytest.raises(ValueError, match=f"no {option}: give it to NGPlus"):
+        ngplus.NGPlus(groups, model=model)
 
 
 @pytest.mark.parametrize("batch_dim", [{"nowhere": 0}, "0", 1.5])

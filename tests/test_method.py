@@ -222,6 +222,30 @@ def test_solver_is_chosen_by_rank() -> None:
     assert "inverse" in optimizer.state[model[1].weight]
     plan = optimizer.plan()
     assert (plan["0.weight"].solver, plan["1.weight"].solver) == ("woodbury", "dense")
+    resumed = ngplus.NGPlus(model, lr=0.1, **PAPER)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert [row.solver for row in resumed.plan()] == ["woodbury", "dense"]
+
+
+def test_without_damping_the_solver_is_dense() -> None:
+    """Woodbury's identity divides by it."""
+    model = nn.Linear(100, 50)
+    optimizer = ngplus.NGPlus(model, lr=0.1, scaling="inverse", damping=0.0)
+    model(torch.randn(4, 100)).square().sum(1).mean().backward()
+    optimizer.step()
+    assert "inverse" in optimizer.state[model.weight]
+    assert optimizer.plan()["weight"].solver == "dense"
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_damping_that_has_gone_to_zero_since_the_samples_were_seen() -> None:
+    model = nn.Linear(100, 50)
+    optimizer = ngplus.NGPlus(model, lr=0.1, scaling="inverse", damping=0.1)
+    model(torch.randn(4, 100)).square().sum(1).mean().backward()
+    optimizer.param_groups[0]["damping"] = 0.0
+    optimizer.step()
+    assert "inverse" in optimizer.state[model.weight]
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
 def test_gradient_accumulation_gathers_all_micro_batches() -> None:

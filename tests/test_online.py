@@ -208,6 +208,11 @@ def test_bad_options_are_refused(options: dict[str, object]) -> None:
         ngplus.OnlineNGPlus([{"params": [nn.Parameter(torch.zeros(2))], **options}])
 
 
+def test_project_knows_two_balls() -> None:
+    with pytest.raises(ValueError, match="Invalid ball: 'cube'"):
+        ngplus.online.project(torch.eye(2), 2.0, "cube")
+
+
 def test_bad_gradients_change_nothing() -> None:
     a, b = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
     optimizer = ngplus.OnlineNGPlus([a, b])

@@ -112,6 +112,23 @@ def test_flops_of_a_step_are_counted() -> None:
     assert counter.get_total_flops() == optimizer.plan().step_flops == 2 * 12 * 12 * 31
 
 
+def test_a_small_fraction_is_one_sample_at_least() -> None:
+    flops = [
+        ngplus.NGPlus(nn.Linear(4, 3), samples=samples).plan(batch_size=4).refresh_flops for samples in (0.01, 1, 4)
+    ]
+    assert flops[0] == flops[1] < flops[2]
+
+
+def test_a_plan_for_what_is_not_there_is_refused() -> None:
+    optimizer = ngplus.NGPlus(nn.Linear(4, 3))
+    assert optimizer.plan(batch_size=4, positions={"weight": 9})["weight"].refresh_flops > 0
+    with pytest.raises(KeyError, match=r"wieght.*did you mean 'weight'"):
+        optimizer.plan(batch_size=4, positions={"wieght": 9})
+    for ranks in (0, -1, 1.5):
+        with pytest.raises(ValueError, match="Invalid ranks"):
+            optimizer.plan().on_ranks(ranks)
+
+
 def test_curvature_is_recovered_from_the_inverse() -> None:
     """Exact until the next step; later from the inverse, or from the eigenbasis."""
     torch.manual_seed(0)
@@ -145,6 +162,19 @@ def test_gfim_touches_nothing() -> None:
     assert not model.training
     assert torch.equal(mean, model[1].running_mean)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_gfim_leaves_every_module_in_its_mode() -> None:
+    model = net()
+    model[1].eval()  # frozen statistics
+    ngplus.gfim(model, loss_fn, *data())
+    assert [module.training for module in model] == [True, False, True, True, True]
+
+
+@pytest.mark.parametrize("bad", [{"side": "both"}, {"side": "up"}, {"loss_reduction": "none"}], ids=str)
+def test_gfim_refuses_what_it_does_not_know(bad: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=f"Invalid {next(iter(bad))}: .*one of"):
+        ngplus.gfim(net(), loss_fn, *data(), **bad)
 
 
 def test_gfim_takes_several_inputs_and_names() -> None:
@@ -187,7 +217,16 @@ def test_preconditioner_leaves_the_step_to_another() -> None:
     assert again.param_groups[0]["step"] == 30
 
 
-@pytest.mark.parametrize("option", ["lr", "weight_decay", "nesterov", "maximize"])
+@pytest.mark.parametrize("option", ["lr", "weight_decay", "momentum", "nesterov", "maximize"])
 def test_preconditioner_refuses_the_options_of_the_step(option: str) -> None:
     with pytest.raises(TypeError, match=option):
         ngplus.Preconditioner(net(), **{option: 0.1})
+
+
+def test_preconditioner_takes_the_momentum_that_shapes_the_direction() -> None:
+    ngplus.Preconditioner(net(), scaling="adaptive", momentum=0.9, nesterov=True)
+    ngplus.Preconditioner(net(), graft="adam", momentum=0.9)
+    with pytest.raises(TypeError, match="momentum"):
+        ngplus.Preconditioner(net(), graft="sgd", momentum=0.9)
+    with pytest.raises(TypeError, match="nesterov"):
+        ngplus.Preconditioner(net(), graft="adam", momentum=0.9, nesterov=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ngplus
+from ngplus import faults, solve
 from ngplus.curvature import Fresh, drift
 
 
@@ -176,3 +177,71 @@ def test_drift_by_plain_algebra() -> None:
 def test_options_that_make_no_sense_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"Invalid {next(iter(bad))}"):
         ngplus.NGPlus(model(), **bad)
+
+
+@pytest.mark.parametrize("seen", [("cpu",), ()], ids=["host", "device"])
+def test_saving_counts_what_the_background_has_met(monkeypatch: pytest.MonkeyPatch, seen: tuple[str, ...]) -> None:
+    """As the step does that would have taken the result up: the fault is in health(), and where the host does not look
+    the last good inverse stays."""
+    monkeypatch.setattr(faults, "SEEN", seen)
+    net, batches = model(), data(3)
+    optimizer = ngplus.NGPlus(net, scaling="inverse", damping=0.5, update_every=2, background=2, solver="dense")
+    train(net, optimizer, batches[:2])
+    inverse = solve._cholesky_inverse
+
+    def failing(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        return inverse(matrix)[0], torch.ones(len(matrix), dtype=torch.bool)
+
+    monkeypatch.setattr(solve, "_cholesky_inverse", failing)
+    good = optimizer.state[net[0].weight]["inverse"].clone()
+    train(net, optimizer, batches[2:])
+    kept = torch.equal(optimizer.state_dict()["state"][0]["inverse"], good)
+    counts = [(layer.retried, layer.plain) for layer in optimizer.health().layers]
+    assert (counts, kept) == (([(1, 1)] * 2, False) if seen else ([(1, 0)] * 2, True))
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3)).double()
+
+
+@pytest.mark.parametrize("background", [False, 2])
+def test_a_side_that_is_curved_no_more_is_due_no_more(background: bool | int) -> None:
+    net, batches = normed(), data(9)
+    optimizer = ngplus.NGPlus(net, side="both", drift=0.1, update_every=2, background=background)
+    train(net, optimizer, batches[:3])
+    assert "refresh_at" in optimizer.state[net[1].weight]
+    optimizer.param_groups[0]["side"] = "auto"
+    train(net, optimizer, batches[3:6])
+    held = set(optimizer.state[net[1].weight])
+    assert not held & {"basis", "spectrum", "curvature", "refreshed", "refresh_at", "refresh_interval"}
+    optimizer.param_groups[0]["side"] = "both"
+    train(net, optimizer, batches[6:])
+    assert {"basis", "refresh_at"} <= set(optimizer.state[net[1].weight])
+
+
+def test_a_layer_that_keeps_u_may_be_initialised_by_a_step_of_zeros() -> None:
+    net = nn.Linear(100, 50)
+    optimizer = ngplus.NGPlus(net, lr=0.0, scaling="inverse", solver="auto")
+    (0 * net(torch.randn(4, 100)).sum()).backward()
+    optimizer.step()
+    assert {"inverse", "factor", "core"} <= set(optimizer.state[net.weight])
+    assert optimizer.plan()["weight"].solver == "woodbury"
+    assert not optimizer._due(optimizer._matrices[0]) or optimizer.param_groups[0]["step"] == 0
+    optimizer.param_groups[0]["lr"] = 0.1
+    net(torch.randn(4, 100)).square().mean().backward()
+    optimizer.step()
+    assert optimizer.health().good
+
+
+def test_a_state_that_is_refused_leaves_the_background_at_work() -> None:
+    batches = data(8)
+    nets = model(), model()
+    for net in nets:
+        optimizer = ngplus.NGPlus(net, scaling="inverse", update_every=4, background=2)
+        train(net, optimizer, batches[:5])
+        if net is nets[0]:
+            with pytest.raises(ValueError, match="state_dict"):
+                optimizer.load_state_dict({})
+        train(net, optimizer, batches[5:])
+    assert equal(*nets)

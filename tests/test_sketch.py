@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -191,7 +192,7 @@ def test_hadamard_pads_to_a_power_of_two(n: int, size: int) -> None:
 def test_parse(value: Any, spec: SketchSpec | None) -> None:
     assert SketchSpec.parse(value) == spec
     if spec is not None:
-        assert SketchSpec.parse(spec.as_dict()) == spec
+        assert SketchSpec.parse(dataclasses.asdict(spec)) == spec
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import ngplus
 from ngplus import solve
+from ngplus.factors import base
 from ngplus.faults import Trouble
 from ngplus.sketch import KINDS, Sketch, SketchSpec
 
@@ -280,3 +284,30 @@ def test_low_rank_solvers_stay_finite_in_float32(scale: float) -> None:
     ):
         assert got.isfinite().all()
         torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=1e-3 * float(want.abs().max()))
+
+
+class NoFloat64(TorchDispatchMode):
+    """Stands in for a device that has none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in pytree.tree_leaves(out):
+            assert not isinstance(x, Tensor) or x.dtype != torch.float64, func
+        return out
+
+
+@pytest.mark.parametrize("options", [{}, {"scaling": "inverse", "solver": "dense", "damping": 0.0}], ids=str)
+def test_devices_without_float64(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    monkeypatch.setattr(base, "NARROW", ("cpu",), raising=False)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).float()
+    optimizer = ngplus.NGPlus(model, update_every=1, **options)
+    with NoFloat64():
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6, dtype=torch.float32)).square().mean().backward()
+            optimizer.step()
+        assert optimizer.curvature("0.weight").matrix.isfinite().all()
+        hopeless = -torch.eye(3, dtype=torch.float32)[None]
+        assert solve.dense_inverse(hopeless, torch.zeros((), dtype=torch.float32)).isfinite().all()
+    assert all(bool(p.isfinite().all()) for p in model.parameters())

@@ -1,4 +1,7 @@
-"""NG+ for PyTorch: natural gradient in matrix form. Here are the public names; docs/architecture.md has the rooms."""
+"""NG+ for PyTorch: natural gradient in matrix form. Here are the public names; docs/architecture.md has the rooms.
+
+On the way from gradient to step: the door to it.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,8 @@
 """The block-diagonal form: how the curved dimension d is cut into blocks of p, the last of any size.
 
 A cut matrix is a list of one or two stacks, [groups * blocks, p, D] and, where p does not divide d, [groups, rest, D].
-Without a block size there is one stack with one block a group.
+Without a block size there is one stack with one block a group. Where both sides are curved there are two, one for each
+side, and where none is there is no stack; the gradient then stays whole.
 
 Tensors only.
 

@@ -27,6 +27,8 @@ from ngplus.notices import no_such_name
 from ngplus.sharding import shards_of
 from ngplus.sync import DISTRIBUTIONS, Ranks, Replicas, Team
 
+OF_ALL = ("model", "batch_dim", "process_group", "distribution")  # arguments that no group has for itself
+
 
 def _last_early(every: int) -> int:
     """The last of the early refreshes: the largest power of two below T/2, 0 where there is none."""
@@ -49,8 +51,7 @@ class BoundOptimizer(Optimizer):
         process_group: ProcessGroup | None = None,
         distribution: str = "communication",
     ) -> None:
-        if distribution not in DISTRIBUTIONS:
-            raise ValueError(f"Invalid distribution: {distribution!r} (one of {', '.join(map(repr, DISTRIBUTIONS))})")
+        options.choice("distribution", distribution, DISTRIBUTIONS)
         self._distribution = distribution
         defaults = {**defaults, "step": 0, "state_version": layout.VERSION}
         self._check({**defaults, **self._settled(defaults)})
@@ -133,6 +134,11 @@ class BoundOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim; the new parameters' first refresh is at the next step."""
         if isinstance(param_group, dict):
+            if misplaced := [name for name in OF_ALL if name in param_group]:
+                raise ValueError(
+                    f"A parameter group takes no {', '.join(misplaced)}: give it to {type(self).__name__} itself, "
+                    "where it is for all groups"
+                )
             param_group = {**param_group, "step": 0}
             param_group.update(self._settled({**self.defaults, **param_group}))
             merged = {**self.defaults, **param_group}

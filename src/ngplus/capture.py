@@ -82,7 +82,7 @@ class Capture:
         self.armed = False  # is any matrix?
         self._depth = 0
         self._call: Call | None = None
-        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._calls: weakref.WeakKeyDictionary[Call, None] = weakref.WeakKeyDictionary()  # in their order
         self._task = -1  # the outermost backward pass under way
         self._task_call: Call | None = None
         self._ready: dict[int, list[tuple[Call, Factors]]] = {}
@@ -90,7 +90,7 @@ class Capture:
         self._handles: list[Any] = []
         by_rule: dict[tuple[int, int], dict[int, Use]] = {}
         for use in uses:
-            by_rule.setdefault((id(use.module), id(use.rule)), {})[use.spec] = use
+            by_rule.setdefault((id(use.module), id(use.rule)), {})[use.spec_index] = use
         this = weakref.ref(self)
         for group in by_rule.values():
             use = next(iter(group.values()))
@@ -202,7 +202,7 @@ class Capture:
 
     def _new_call(self) -> Call:
         call = Call()
-        self._calls.add(call)
+        self._calls[call] = None
         return call
 
     def _present_call(self) -> Call:

@@ -4,7 +4,8 @@
 gradients into directions, update the parameters, arm the capture for the next refresh. A method says what it gathers,
 how a refresh turns that into state, and how state turns a gradient into a direction.
 
-On the way from gradient to step: all of it; every other module is called from here.
+On the way from gradient to step: all of it; the modules on the way are called from here, or set up by
+:mod:`ngplus.bound`.
 """
 
 from __future__ import annotations
@@ -51,12 +52,16 @@ Direction = tuple[Tensor | list[Product], Tensor | None]
 
 
 class CapturedOptimizer(BoundOptimizer):
-    """The frame. A method gives ``_refresh``, ``_fits`` and ``_direction``, and what else it does in its own way."""
+    """The frame. A method gives ``_refresh``, ``_fits``, and ``_direction`` or ``_precondition``; the rest where it has
+    a way of its own."""
 
     _initialising = False
     _skip: Tensor | None = None  # on an accelerator: is this step to change nothing?
 
     # ---------------------------------------------------------------------------------------------- of each method
+
+    def _begin(self) -> None:
+        """What a method does at the beginning of a step, on every rank."""
 
     def _observe(self, work: Work) -> None:
         """What a method does in every step, before a refresh."""
@@ -87,7 +92,8 @@ class CapturedOptimizer(BoundOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """A refresh where k mod T == 0; then W <- W - lr * direction, with momentum and weight decay as in SGD."""
+        """A refresh where one is due: k mod T == 0, early, or by drift. Then W <- W - lr * direction, with weight decay
+        as in SGD and, where the scaling is "inverse", its momentum."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -113,7 +119,7 @@ class CapturedOptimizer(BoundOptimizer):
             params, made = list(directions), [worked_out(p, d) for p, d in directions.items()]
             parts = [d.values() if d.is_sparse else d for d in made]
             bad = ~norms_of(parts).isfinite()
-            zero_where(bad, parts)
+            zero_where(bad if self._skip is None else bad | self._skip.to(bad.device), parts)
             self._ledger.note("steps", [self._names[p] for p in params], bad)
             for param, direction in zip(params, made, strict=True):
                 param.grad = like(param, direction)
@@ -124,6 +130,7 @@ class CapturedOptimizer(BoundOptimizer):
         """The direction of every parameter that has a gradient; None where the step is to be skipped."""
         for group in self.param_groups:  # they may have been changed since the last step
             self._check(group)
+        self._begin()
         gathering = self._gathering
         assert gathering is not None
         self._skip = None
@@ -268,7 +275,7 @@ class CapturedOptimizer(BoundOptimizer):
         return self._ledger.health()
 
     def _warn_uncovered(self, uncovered: list[ParameterMatrix]) -> None:
-        """One warning in an optimizer's life, with the names of all that has no per-sample curvature."""
+        """One warning, until the parameters are others, with the names of all that has no per-sample curvature."""
         if self._warned or self._initialising or not uncovered:
             return
         self._warned = True

@@ -3,7 +3,6 @@
 The functions here stand between the pure rooms (:mod:`ngplus.fisher`, :mod:`ngplus.solve`) and the optimizer. They read
 the options of a parameter group and keep their results in that matrix's ``state``, a plain dict of tensors:
 
-==================== ============================================================ =========================
 key                  what                                                         kept by
 ==================== ============================================================ =========================
 curvature            the moving average of L or R                                 "momentum", "batch"
@@ -15,6 +14,24 @@ exp_avg_sq_row, _col the means of the second over rows and over columns         
 floor                the rounding of their roots at the last refresh              scaling "adaptive"
 damping              lambda of the last refresh                                   all
 ==================== ============================================================ =========================
+=======
+============================ ==================================================== =========================
+key                          what                                                 kept by
+============================ ==================================================== =========================
+curvature                    the moving average of L or R                         "momentum", "batch"
+inverse                      (lambda I + L)^-1                                    solver "dense"
+factor, core                 U and the r x r (or r x q) matrix beside it          "woodbury", "sketched"
+sketch_seed                  of the sketch in the core                            "sketched"
+damping                      lambda of the last refresh                           scaling "inverse"
+basis, spectrum              Q and w of L = Q diag(w) Q^T                         scaling "adaptive"
+exp_avg, exp_avg_sq          Adam's two moments in the basis                      scaling "adaptive"
+exp_avg_sq_row, _col         the second's means over rows and over columns        second_moment "factored"
+adam_step                    the steps that they have seen                        scaling "adaptive"
+floor                        the rounding of their roots at the last refresh      scaling "adaptive"
+graft_exp_avg, ..._sq, _step Adam's moments of the plain gradient                 graft "adam"
+refreshed                    what the last refresh was made for, as a number      all
+refresh_interval, _at        steps between refreshes, and the step of the next    drift
+============================ ==================================================== =========================
 
 A tensor is a stack [groups * blocks, p, ...]; where the last block is smaller, or where both sides are curved, the
 second one lies beside it under ``..._tail``.
@@ -33,7 +50,7 @@ from torch import Tensor
 
 from ngplus import fisher, solve
 from ngplus.blocks import BothSides, Cut
-from ngplus.factors import Factors
+from ngplus.factors import Factors, wide
 from ngplus.faults import Trouble, all_finite
 from ngplus.matrices import ParameterMatrix
 from ngplus.sketch import Sketch, SketchSpec
@@ -73,7 +90,7 @@ class Gathered:
         side, cut = matrix.side(group["side"]), matrix.cut_of(group)
         index = subsample(factors.samples, group["samples"], seed)
         self.used += factors.samples if index is None else len(index)
-        if _keeps_root(factors, side, cut, group):
+        if keeps_root(group, factors.rank(side), cut.size):
             matrix.form = "root"
             self.roots.append(fisher.gfim_root(factors, side, cut, samples=index, dtype=matrix.dtype))
             return
@@ -110,25 +127,31 @@ class Gathered:
 
 def subsample(count: int, samples: int | float | None, seed: int) -> Tensor | None:
     """S_k: a random subset of the batch, given by its size or its fraction; None for the whole batch."""
-    if samples is None:
-        return None
-    size = max(1, round(samples * count)) if isinstance(samples, float) else samples
-    if size >= count:
+    size = subsample_size(count, samples)
+    if size == count:
         return None
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:size].sort().values
 
 
-def _keeps_root(factors: Factors, side: str, cut: Cut, group: Group) -> bool:
+def subsample_size(count: int, samples: int | float | None) -> int:
+    """|S_k| of a batch of so many: one at least, all at most."""
+    if samples is None:
+        return count
+    return min(count, max(1, round(samples * count)) if isinstance(samples, float) else samples)
+
+
+def keeps_root(group: Group, rank: int, size: int) -> bool:
+    """Is L of blocks of ``size`` rows kept as U, with L = U U^T of that rank? Woodbury's identity divides by lambda."""
     if group["solver"] in ("woodbury", "sketched"):
         return True
-    low_rank = 2 * factors.rank(side) < cut.size  # then 4 d r D FLOPs of a step are below 2 d^2 D
     return bool(
-        low_rank
+        2 * rank < size  # then 4 d r D FLOPs of a step are below 2 d^2 D
         and group["solver"] == "auto"
         and group["curvature"] == "sample"
         and group["scaling"] == "inverse"
         and group["sketch"] is None
         and group["samples"] is None
+        and group["damping"] != 0
     )
 
 
@@ -170,7 +193,7 @@ def per_sample(gathered: Gathered, group: Group, cut: Cut, grad_scale: Tensor | 
     if gathered.roots and gathered.total is None:
         weight_root = weight**0.5
         roots = [torch.cat(stack, dim=-1) * weight_root for stack in zip(*gathered.roots, strict=True)]
-        if group["solver"] != "auto" or 2 * roots[0].shape[-1] < cut.size:
+        if keeps_root(group, roots[0].shape[-1], cut.size):
             return Fresh(None, roots)
         return Fresh([root @ root.mT for root in roots])
     total = gathered.products()
@@ -263,11 +286,11 @@ def install(state: State, new: Solved) -> None:
 
 
 def drift(state: State, fresh: Fresh, group: Group) -> Tensor:
-    """How far the curvature has moved since the last refresh, from 0 (not at all) to about 1.
+    """How far the curvature has moved since the last refresh; 0 is not at all.
 
-    Adaptive scaling: the part of |L|^2 that lies off the diagonal in the old basis. Inverse: how far the old inverse is
-    from inverting the new matrix on its own columns, |(lambda I + L) (lambda I + L_old)^-1 X - X| / |X| with X = L, or
-    X = U where L = U U^T.
+    Adaptive scaling: the part of |L|^2 that lies off the diagonal in the old basis, 1 at most. Inverse: how far the old
+    inverse is from inverting the new matrix on its own columns, |(lambda I + L) (lambda I + L_old)^-1 X - X| / |X| with
+    X = L, or X = U where L = U U^T; above 1 where L has grown.
     """
     if group["scaling"] == "adaptive":
         turned = [q.mT @ m @ q for q, m in zip(read(state, "basis") or [], fresh.dense(), strict=True)]
@@ -342,8 +365,9 @@ def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: F
         return cut.dense([u @ u.mT for u in factor])
     if inverse is not None:
         # Rounding in the inverse comes back multiplied by its condition number: work in float64.
-        damping = state["damping"].double()
-        stacks = [solve.damped(torch.linalg.inv(i.double()), -damping).to(i.dtype) for i in inverse]
+        dtype = wide(inverse[0])
+        damping = state["damping"].to(dtype)
+        stacks = [solve.damped(torch.linalg.inv(i.to(dtype)), -damping).to(i.dtype) for i in inverse]
         return cut.dense(stacks)
     spectrum = read(state, "spectrum")
     if basis is None or spectrum is None:
@@ -354,8 +378,9 @@ def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: F
 def add_placeholders(state: State, group: Group) -> None:
     """Empty entries for what the solver "auto" may come to keep, so that a flat distributed checkpoint finds them."""
     if group["solver"] == "auto" and group["curvature"] == "sample" and group["scaling"] == "inverse":
-        for key in ("factor", "core", *(("factor_tail", "core_tail") if "inverse_tail" in state else ())):
-            state.setdefault(key, state["inverse"].new_empty(0))
+        tails = ("", "_tail") if "inverse_tail" in state or "factor_tail" in state else ("",)
+        for key in (key + tail for key in ("inverse", "factor", "core") for tail in tails):
+            state.setdefault(key, state["damping"].new_empty(0))
 
 
 def read(state: State, key: str) -> list[Tensor] | None:

@@ -32,7 +32,6 @@ from ngplus.factors import Bags, Factors, Lookup
 from ngplus.sketch import Sketch
 
 CHUNK_BYTES = 16 * 2**20
-FORMS = ("rank-one", "gram", "explicit")
 
 
 def choose_form(factors: Factors, side: str, other: int, block: int) -> str:

@@ -25,8 +25,9 @@ CHECKED_ROWS = 1_000_000  # embeddings above this size are not checked for uses 
 
 
 def seed_of(group: Group) -> int:
-    """The seed of a step's sub-sample and sketches: by the group's seed and the step alone, on every rank alike."""
-    return int(group.get("seed", 0)) * 1_000_003 + int(group["step"])
+    """The seed of a step's sub-sample and sketches: by the group's seed and the step alone, on every rank alike. As
+    large as a generator takes."""
+    return (int(group.get("seed", 0)) * 1_000_003 + int(group["step"])) % 2**63
 
 
 class Gathering:
@@ -108,7 +109,7 @@ class Gathering:
     def _gather(self, matrix: ParameterMatrix, factors: Factors) -> None:
         group = self._groups[matrix.params[0]]
         small = not isinstance(factors, Lookup | Bags) or factors.rows <= CHECKED_ROWS
-        check = small and not matrix.checked and not _many_ranks()
+        check = small and not matrix.checked and not many_ranks()
         gathered = self._gathered.setdefault(id(matrix), self._gathers())
         gathered.take_in(matrix, factors, group, seed_of(group), check)
 
@@ -153,6 +154,7 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _many_ranks() -> bool:
+def many_ranks() -> bool:
+    """Is this one process of several?"""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

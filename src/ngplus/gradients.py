@@ -1,4 +1,4 @@
-"""The gradients of a step as matrices, and whether they are fit for one: finite, unscaled, reached by the loss.
+"""The gradients of a step as matrices, their norms, on which ranks agree, and the loss scale of those captured.
 
 On the way from gradient to step: the beginning of ``step``: .grad becomes G.
 """
@@ -50,10 +50,10 @@ def gradient_parts(
     return ([-part for part in parts] if group["maximize"] else parts), rows
 
 
-def gradient_norms(work: Iterable[ParameterMatrix]) -> tuple[list[str], Tensor]:
+def gradient_norms(matrices: Iterable[ParameterMatrix]) -> tuple[list[str], Tensor]:
     """The names of the parameters that have gradients, and the norms of these. One that is finite says that every
     entry is, and its square as well."""
-    grads = [(name, p.grad) for m in work for name, p in zip(m.names, m.params, strict=True) if p.grad is not None]
+    grads = [(name, p.grad) for m in matrices for name, p in zip(m.names, m.params, strict=True) if p.grad is not None]
     if not grads:
         return [], torch.zeros(0)
     return [name for name, _ in grads], norms_of([local(grad) for _, grad in grads])
@@ -68,7 +68,7 @@ def agree(team: Team) -> tuple[list[ParameterMatrix], list[str], Tensor]:
     table = torch.zeros(len(rows), 2, dtype=torch.float64)
     present = [(i, local(p.grad)) for i, (_, p) in enumerate(rows) if p.grad is not None]
     if present:
-        norms = torch.stack([n.double().cpu() for n in torch._foreach_norm([grad for _, grad in present])])
+        norms = norms_of([grad for _, grad in present]).double().cpu()
         table[[i for i, _ in present]] = torch.stack((norms, torch.ones_like(norms)), dim=1)
     shared = table.to(rows[0][1].device)
     team.agree(shared)

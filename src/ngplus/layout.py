@@ -3,7 +3,8 @@
 ======= =========================================================================================================
 version layout
 ======= =========================================================================================================
-0       before there were versions: groups have no ``state_version``. Loads; options that are newer get their default
+0       before there were versions: groups have no ``state_version``. Loads; newer options get their default, those
+        of layout 2 what was done before them
 1       ``state_version`` in each group
 2       ``early_refreshes``; ``side="auto"`` is written out, as "both" or "smaller"
 3       ``side="auto"`` is written as such, and leaves vectors and plain tables without a basis

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ngplus.sync import assign
+from ngplus import options
+from ngplus.sync import DISTRIBUTIONS, assign
 
 if TYPE_CHECKING:
     from ngplus.plan import PlanRow
 
-DISTRIBUTIONS = ("communication", "memory", "sharded")
+KNOWN = (*DISTRIBUTIONS, "sharded")
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,12 @@ class Load:
 
 def load_of(rows: Sequence[PlanRow], ranks: int, distribution: str) -> Load:
     """The load of the busiest of so many ranks, with matrices assigned as :class:`ngplus.NGPlus` assigns them."""
-    if distribution not in DISTRIBUTIONS:
-        raise ValueError(f"Invalid distribution: {distribution!r} (one of {', '.join(map(repr, DISTRIBUTIONS))})")
+    options.choice("distribution", distribution, KNOWN)
+    options.whole("ranks", ranks)
     sharded = distribution == "sharded"
     # Where rows are sparse, every rank applies the inverse to those that it has touched.
     away = [distribution != "communication" and not row.sparse for row in rows]
-    costs = [float(row.inverse_flops + (row.step_flops if gone else 0)) for row, gone in zip(rows, away, strict=True)]
-    owners = assign(costs, ranks)
+    owners = assign([_cost_of(row, gone) for row, gone in zip(rows, away, strict=True)], ranks)
 
     def total(cost: Callable[[PlanRow], int], gone: bool) -> int:
         return sum(cost(row) for row, other in zip(rows, away, strict=True) if other is gone)
@@ -89,6 +89,12 @@ def load_of(rows: Sequence[PlanRow], ranks: int, distribution: str) -> Load:
         step_bytes=directions,
         refresh_bytes=sum(row.wire_bytes for row in rows) + total(_sent, gone=False),
     )
+
+
+def _cost_of(row: PlanRow, steps: bool) -> float:
+    """What :func:`ngplus.sync.cost_of` counts."""
+    elementwise = row.groups * row.shape[0] * row.shape[1]
+    return float(row.inverse_flops + (row.step_flops + elementwise if steps else 0))
 
 
 def _sent(row: PlanRow) -> int:

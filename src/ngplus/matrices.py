@@ -19,20 +19,19 @@ from torch import nn
 from ngplus.blocks import BothSides, Cut, NoSides
 from ngplus.layers import LayerRule, Layout, MatrixSpec, UnknownModuleRule, rule_for
 
-# Where a matrix's curvature comes from: the captured factors of a rule, vmap, or the mini-batch gradient in .grad.
-SOURCES = ("sample", "vmap", "batch")
-
 # Two sides are curved where the larger one is not above this: an eigenbasis of it would cost more than it brings.
 LARGEST_OTHER = 640
 
 
 class ParameterMatrix:
-    """One matrix W (m x n) of the paper: its parameters, how they lie in it, and what capture has gathered for it."""
+    """One matrix W (m x n) of the paper: its parameters, how they lie in it, and what its last refresh has seen."""
 
     def __init__(
         self, names: list[str], params: list[nn.Parameter], kinds: list[str], groups: int = 1, source: str = "batch"
     ) -> None:
-        self.names, self.params, self.kinds, self.groups, self.source = names, params, kinds, groups, source
+        self.names, self.params, self.kinds, self.groups = names, params, kinds, groups
+        # Where its curvature comes from: a rule's factors ("sample"), "vmap", or the gradient in .grad ("batch").
+        self.source = source
         self.lookup = ""  # a table, whose rows are items that no basis should mix: "only" that, or "also"
         self.armed = False
         self.checked = False  # that the captured parts add up to the gradient
@@ -124,7 +123,7 @@ class Use:
 
     module: nn.Module
     rule: LayerRule
-    spec: int
+    spec_index: int  # of the rule's matrices for the module
     matrix: ParameterMatrix
     parts: tuple[int | None, ...]
 
@@ -163,6 +162,13 @@ def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tupl
             matrix = ParameterMatrix(names, [p for _, p in found], kinds, spec.groups, source)
             matrices.append(matrix)
             of_param.update({p: (matrix, j) for j, (_, p) in enumerate(found)})
+        looks_up = "only" if rule.looks_up else ""
+        matrix.lookup = looks_up if not known or matrix.lookup == looks_up else "also"
+        matrix.sparse = matrix.sparse or bool(getattr(module, "sparse", False))
+        own = [(i, of_param[p][1]) for i, p in found if p in of_param and of_param[p][0] is matrix]
+        if matrix.groups != spec.groups or any(matrix.kinds[part] != spec.kinds[i] for i, part in own):
+            clashes.update(p for _, p in found)  # what is new is none of its columns
+            return
         parts: list[int | None] = [None] * len(spec.names)
         for i, p in found:
             if p in of_param and of_param[p][0] is not matrix:
@@ -174,12 +180,7 @@ def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tupl
                 matrix.kinds.append(spec.kinds[i])
                 of_param[p] = (matrix, len(matrix.params) - 1)
             parts[i] = of_param[p][1]
-            if matrix.kinds[of_param[p][1]] != spec.kinds[i] or matrix.groups != spec.groups:
-                clashes.add(p)
-        looks_up = "only" if rule.looks_up else ""
-        matrix.lookup = looks_up if not known or matrix.lookup == looks_up else "also"
         matrix.update_layout()
-        matrix.sparse = matrix.sparse or bool(getattr(module, "sparse", False))
         uses.append(Use(module, rule, index, matrix, tuple(parts)))
 
     claimed: set[nn.Module] = set()
@@ -200,6 +201,7 @@ def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tupl
         if param not in of_param:
             matrices.append(lone_matrix(name, param))
             matrices[-1].reason = "no layer rule covers it"
+            of_param[param] = (matrices[-1], 0)
     # A parameter that lies one way in one module and another way in a second has no one matrix for both.
     for param in clashes:
         of_param[param][0].fall_back("its modules use it in layouts that do not agree")

@@ -228,6 +228,7 @@ def project(
         >>> torch.allclose(done.point, torch.eye(2), atol=1e-6)
         True
     """
+    _check_choice("ball", ball, BALLS)
     if float(torch.linalg.matrix_norm(point, 2 if ball == "spectral" else "fro")) <= radius:
         return Projection(point, 0.0, 0)
     if inverse is None:
@@ -353,5 +354,9 @@ def _check(options: dict[str, Any]) -> None:
         if not number or not 0.0 < value < math.inf:
             raise ValueError(f"Invalid {name}: {value!r} (a number above 0)")
     for name, choices in (("ball", BALLS), ("norm", NORMS), ("side", SIDES)):
-        if options[name] not in choices:
-            raise ValueError(f"Invalid {name}: {options[name]!r} (one of {', '.join(map(repr, choices))})")
+        _check_choice(name, options[name], choices)
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"Invalid {name}: {value!r} (one of {', '.join(map(repr, choices))})")

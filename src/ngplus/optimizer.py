@@ -35,6 +35,8 @@ LONGEST = 16  # with drift, no layer waits longer than this many times T
 class Curvature(NamedTuple):
     """A matrix's side, "left" or "right", and its dense L or R: [d, d], or [groups, d, d] for a grouped convolution.
 
+    Where both sides are curved, it is the smaller one's.
+
     Examples:
         >>> side, matrix = Curvature("left", torch.eye(2))
         >>> side, tuple(matrix.shape)
@@ -100,9 +102,10 @@ class NGPlus(CapturedOptimizer):
             gradient in its eigenbasis, m + n numbers; ``"full"``, all of them, as Adam does. Vectors always have all.
         samples: size or fraction of the random sub-sample S of the batch; None is the whole batch.
         side: ``"smaller"`` (left where m <= n), ``"left"`` or ``"right"``. With ``scaling="adaptive"`` also ``"both"``:
-            the bases of L and of R, wherever the larger one has 640 rows or less, and one elsewhere. ``"auto"`` is
-            the same, but leaves vectors (those of norm layers) and tables that are only looked up to plain Adam; with
-            ``scaling="inverse"``, blocks or a sketch it is ``"smaller"``.
+            the bases of L and of R where the larger one has 640 rows or less; the smaller side's elsewhere, and of
+            vectors (those of norm layers) and tables. ``"auto"`` is the same, but leaves to plain Adam vectors, and
+            tables that are only looked up and have no sparse gradients; with ``scaling="inverse"``, blocks or a sketch
+            it is ``"smaller"``.
         solver: ``"dense"`` (Cholesky), ``"woodbury"``, ``"sketched"`` (sketched least squares), or ``"auto"``, the
             cheapest exact one for each layer.
         block_size: p of the block-diagonal form.
@@ -114,6 +117,7 @@ class NGPlus(CapturedOptimizer):
         batch_dim: the dimension of the samples, for the whole model or by module name; None for a module without one.
         background: True makes the inverses and eigenbases of a refresh in the background, and takes them up when they
             are ready; a number k, exactly k steps later, so that every run is the same. On several ranks True is 1.
+            ``state_dict()`` takes up early what is under way: runs are the same that save at the same steps.
         drift: where given, a layer's refreshes come further apart as long as its curvature moves less than this from
             one to the next (0.1: a tenth of it), up to 16 times ``update_every``, never closer than that.
         seed: of the sub-samples and sketches.
@@ -203,16 +207,21 @@ class NGPlus(CapturedOptimizer):
         self._background = Background()
         self._troubles: dict[int, Trouble] = {}  # what the background's refreshes meet
 
-    def _directions(self) -> dict[nn.Parameter, Tensor | Product] | None:
+    def _begin(self) -> None:
         self._held.clear()
-        return super()._directions()
+        for matrix in self._matrices:
+            state = self.state.get(matrix.params[0], {})
+            if ("refreshed" in state or "basis" in state) and not self._curved(matrix):  # as a side was before
+                curvatures.clear(state, "basis", "spectrum", "curvature", "exp_avg", *adaptive.SECOND, "floor")
+                curvatures.clear(state, "refreshed", "refresh_interval", "refresh_at")
+
+    def _curved(self, matrix: ParameterMatrix) -> bool:
+        return bool(matrix.cut_of(self._group(matrix)).stacks)
 
     def _observe(self, work: Work) -> None:
-        self._take_up_solved(work)
-        if not work.matrix.cut_of(work.group).stacks:
-            if "basis" in work.state:  # of a side that was curved before
-                curvatures.clear(work.state, "basis", "spectrum", "curvature", "exp_avg", *adaptive.SECOND, "floor")
-        elif work.group["curvature"] == "batch":
+        if self._background.busy:
+            self._take_up_solved(work, self._delay(work))
+        if work.group["curvature"] == "batch" and self._curved(work.matrix):
             fresh = curvatures.mini_batch(work.matrix, work.gradient, work.group, seed_of(work.group))
             curvatures.online(work.state, fresh, work.group)
 
@@ -283,20 +292,22 @@ class NGPlus(CapturedOptimizer):
             if not sharing.unchanged(state, new):
                 self._install(state, new, self._group(matrix))
 
-    def _take_up_solved(self, work: Work) -> None:
-        """What the background has solved for this matrix, if it is there and its time has come."""
-        if not self._background.busy:
-            return
-        delay: int | None = None if work.group["background"] is True else int(work.group["background"])
-        if self._due(work.matrix):
-            delay = 0  # the next refresh has come: what the last one brought is waited for
-        elif delay is None and self._many_ranks:
-            delay = 1  # ranks are not ready at the same moment, but all must take it up in the same step
+    def _take_up_solved(self, work: Work, delay: int | None) -> None:
+        """What the background has solved for this matrix, so many steps after it began, or where it is there."""
         new = self._background.take(id(work.matrix), work.group["step"], delay)
-        if new is not None:
-            held = dict(work.state)
+        if new is None:
+            return
+        held, trouble = dict(work.state), self._troubles.pop(id(work.matrix))
+        if self._curved(work.matrix):  # it may be so no more
             self._install(work.state, new, work.group)
-            self._conclude(work, held, self._troubles.pop(id(work.matrix)))
+            self._conclude(work, held, trouble)
+
+    def _delay(self, work: Work) -> int | None:
+        if self._due(work.matrix):
+            return 0  # the next refresh has come: what the last one brought is waited for
+        if work.group["background"] is not True:
+            return int(work.group["background"])
+        return 1 if self._many_ranks else None  # ranks are not ready at the same moment, but take it up in one step
 
     def _install(self, state: State, new: Solved, group: Group) -> None:
         if "basis" in new:
@@ -305,10 +316,8 @@ class NGPlus(CapturedOptimizer):
 
     def _due(self, matrix: ParameterMatrix) -> bool:
         group = self._group(matrix)
-        if group["drift"] is None:
-            return super()._due(matrix)
         held = self.state.get(matrix.params[0], {})
-        if "refresh_at" not in held:
+        if group["drift"] is None or "refresh_at" not in held or not self._curved(matrix):
             return super()._due(matrix)
         return group["step"] >= held["refresh_at"] or not self._fitted(matrix)
 
@@ -341,8 +350,8 @@ class NGPlus(CapturedOptimizer):
         self._drifts.clear()
 
     def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
-        wanted = "basis" if group["scaling"] == "adaptive" else "inverse" if "inverse" in state else "factor"
-        held = curvatures.read(state, wanted)
+        keys = ("basis",) if group["scaling"] == "adaptive" else ("inverse", "factor")
+        held = next((stacks for key in keys if (stacks := curvatures.read(state, key)) is not None), None)
         return (
             held is not None
             and [x.shape[:2] for x in held] == matrix.cut_of(group).shapes
@@ -414,10 +423,12 @@ class NGPlus(CapturedOptimizer):
         return plan_of(entries, batch_size, positions)
 
     def curvature(self, which: str | nn.Parameter) -> Curvature:
-        """The side and the dense L or R of a parameter, by name or as it is.
+        """The side and the dense L or R of a parameter, by name or as it is; of both sides, the smaller one's.
 
-        Exact until the next step; later, where only the inverse is kept, recovered from it, with the rounding of its
-        condition number. On many ranks, where the owner alone keeps it, ask the owner: ``plan()`` names it.
+        With ``curvature="momentum"`` or ``"batch"`` it is the moving average. With ``"sample"`` it is that of the last
+        refresh, exact until the next step; later, where only the inverse or the basis is kept, recovered from it, with
+        the rounding of its condition number. On many ranks, where the owner alone keeps it, ask the owner: ``plan()``
+        names it.
 
         Examples:
             >>> model = nn.Linear(4, 2)
@@ -446,22 +457,21 @@ class NGPlus(CapturedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim. What the background is still at is waited for, and taken up first."""
-        self._settle()
+        self._finish_background()
         for matrix in self._matrices:  # a checkpoint of many ranks may be loaded by one process, which looks for these
             state = self.state.get(matrix.params[0], {})
             if self._team(matrix) is not None and "inverse" in state:
                 curvatures.add_placeholders(state, self._group(matrix))
         return super().state_dict()
 
-    def _settle(self) -> None:
-        for matrix in self._matrices:
-            state, group = self.state.get(matrix.params[0]), self._group(matrix)
-            new = self._background.take(id(matrix), group["step"], 0)
-            if new is not None and state is not None:
-                self._install(state, new, group)
+    def _finish_background(self) -> None:
+        for matrix in self._matrices if self._background.busy else ():
+            if matrix.params[0] in self.state:
+                self._take_up_solved(Work(matrix, self._group(matrix), self.state[matrix.params[0]], []), 0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch.optim, but curvature keeps its own precision whatever the parameters' dtype."""
+        super().load_state_dict(state_dict)
         self._held.clear()
         self._background.drop()
-        super().load_state_dict(state_dict)
+        self._troubles.clear()

@@ -6,7 +6,7 @@ On the way from gradient to step: before the first step, and again where a sched
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -63,12 +63,13 @@ def check(options: Mapping[str, Any]) -> None:
     for name in ("update_every", "block_size"):
         if name == "block_size" and options[name] is None:
             continue
-        _whole(name, options[name])
-    for name in ("nesterov", "early_refreshes"):
+        whole(name, options[name])
+    whole("seed", options["seed"], least=None)
+    for name in ("nesterov", "early_refreshes", "decoupled_weight_decay", "maximize"):
         if not isinstance(options[name], bool):
             raise ValueError(f"Invalid {name}: {options[name]!r} (True or False)")
     if not isinstance(options["background"], bool):
-        _whole("background", options["background"])
+        whole("background", options["background"])
     if options["drift"] is not None:
         _number("drift", options["drift"], top=1.0)
     samples = options["samples"]
@@ -76,13 +77,15 @@ def check(options: Mapping[str, Any]) -> None:
         if not 0.0 < samples <= 1.0:
             raise ValueError(f"Invalid samples: {samples} (a fraction in (0, 1], or a whole number of samples)")
     elif samples is not None:
-        _whole("samples", samples)
-    for name, choices in CHOICES.items():
-        if options[name] not in choices:
-            raise ValueError(f"Invalid {name}: {options[name]!r} (one of {', '.join(map(repr, choices))})")
+        whole("samples", samples)
+    for name in CHOICES:
+        choice(name, options[name])
     SketchSpec.parse(options["sketch"])
     if options["nesterov"] and not options["momentum"] > 0:
-        raise ValueError("Nesterov momentum requires a momentum above 0")
+        raise ValueError(
+            f"nesterov=True looks ahead along the momentum, which is {options['momentum']}: take a momentum above 0, "
+            "or nesterov=False"
+        )
     if options["scaling"] == "adaptive" and not options["momentum"] < 1:
         raise ValueError(f"Invalid momentum: {options['momentum']} (below 1 with scaling='adaptive')")
     if options["side"] == "both":
@@ -97,8 +100,19 @@ def check(options: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"solver={options['solver']!r} goes with curvature='sample': a moving average is not of low rank"
             )
+        if options["solver"] == "woodbury" and options["sketch"] is not None:
+            raise ValueError(
+                "solver='woodbury' is exact, and takes no sketch: take solver='sketched', or 'dense' with a sketch"
+            )
         if options["damping"] == 0:
             raise ValueError(f"solver={options['solver']!r} divides by the damping, which is 0: take solver='dense'")
+
+
+def choice(name: str, value: Any, choices: Sequence[Any] | None = None) -> None:
+    """ValueError where the value is none of those that the option has, or of these."""
+    known = CHOICES[name] if choices is None else choices
+    if value not in known:
+        raise ValueError(f"Invalid {name}: {value!r} (one of {', '.join(map(repr, known))})")
 
 
 def _number(name: str, value: Any, top: float = math.inf, open_top: bool = False, hint: str = "") -> None:
@@ -117,6 +131,7 @@ def _range(top: float, open_top: bool) -> str:
     return f" (a number of 0 or more and below {top:g})" if open_top else f" (a number from 0 to {top:g})"
 
 
-def _whole(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"Invalid {name}: {value!r} (a whole number of 1 or more)")
+def whole(name: str, value: Any, least: int | None = 1) -> None:
+    """ValueError where the value is no whole number, or below ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+        raise ValueError(f"Invalid {name}: {value!r} (a whole number{'' if least is None else f' of {least} or more'})")

@@ -9,6 +9,7 @@ and r the rank of U:
 dense            2 d p D                                  d p^2 (Cholesky and inverse)
 woodbury         4 d r D + 2 r^2 D                        2 d r^2 + r^3
 adaptive         4 d p D                                  9 d p^2 (eigendecomposition)
+adaptive, both   4 m n (m + n)                            9 (m^3 + n^3)
 ================ ======================================== =========================================
 
 On the way from gradient to step: beside it; it tells what the way will cost.
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from ngplus.adaptive import is_factored
 from ngplus.blocks import Cut
+from ngplus.curvature import keeps_root, read, subsample_size
 from ngplus.factors import outer_costs
 from ngplus.loads import Load, load_of
 from ngplus.matrices import ParameterMatrix
@@ -44,11 +46,12 @@ class PlanRow:
         shape: (m, n).
         groups: of a grouped convolution, each a matrix of that shape.
         source: where the curvature comes from, "sample", "vmap" or "batch"; "none" where no side is curved.
-        side: "left", "right", "both" or "none".
-        solver: "eigenbasis", "dense", "woodbury" or "sketched"; "none" where no side is curved.
-        blocks: how many blocks L or R is cut into.
-        form: how the products are made, "rank-one", "gram", "explicit", "mini-batch"; "" where it is not known yet.
-        state_bytes: kept for the curvature, without the momentum buffer.
+        side: "left", "right", "both" or "none"; of SENG "vec".
+        solver: "eigenbasis", "dense", "woodbury" or "sketched"; "none" where no side is curved; of KFAC "kronecker".
+        blocks: how many blocks L and R are cut into, over all groups and both sides.
+        form: how the products are made, "rank-one", "gram", "explicit", "mini-batch", or "root" where U is kept in
+            their place; "" where it is not known yet. Of KFAC its ``approx``, of SENG the form of its factors.
+        state_bytes: kept for the curvature and Adam's moments, without the momentum buffer.
         step_flops: of every step.
         refresh_flops: of a refresh.
         note: why the source is "batch".
@@ -125,7 +128,7 @@ class Plan(Sequence[PlanRow]):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes kept for the curvature of all matrices."""
+        """Bytes kept for the curvature and Adam's moments of all matrices."""
         return sum(row.state_bytes for row in self.rows)
 
     @property
@@ -221,6 +224,10 @@ Entry = tuple[ParameterMatrix, dict[str, Any], dict[str, Any], Team | None]
 
 def plan_of(entries: Sequence[Entry], batch_size: int | None, positions: int | Mapping[str, int]) -> Plan:
     """The plan of matrices with their groups, states and teams."""
+    names = [matrix.name for matrix, *_ in entries]
+    for name in positions if isinstance(positions, Mapping) else ():
+        if name not in names:
+            raise KeyError(no_such_name(name, names, "positions"))
     return Plan(tuple(_row(*entry, batch_size, positions) for entry in entries))
 
 
@@ -247,10 +254,11 @@ def _row(
     solver = group["solver"]
     if group["scaling"] == "adaptive":
         solver = "eigenbasis" if sides else "none"
+    elif team is not None and source != "batch":
+        solver = "dense"  # the ranks add up L
     elif solver == "auto":
-        known_rank = "inverse" not in state and ("factor" in state or rank)
-        plain = group["curvature"] == "sample" and group["sketch"] is None and group["samples"] is None
-        low = bool(known_rank) and plain and source != "batch" and 2 * rank < cut.size
+        known = read(state, "factor") is not None or (read(state, "inverse") is None and rank > 0)
+        low = known and source != "batch" and keeps_root(group, rank, cut.size)
         solver = "woodbury" if low else "dense"
     stacks = cut.stacks
     curved = matrix.groups * sum(count * size for _, count, size in stacks)
@@ -285,8 +293,7 @@ def _row(
         else:
             refresh += products
     elif samples:
-        part = group["samples"]
-        used = samples if part is None else min(samples, round(part * samples) if isinstance(part, float) else part)
+        used = subsample_size(samples, group["samples"])
         stand_in = outer_costs(kappa, cut.d, short, cut.size)  # the cost model of dense factors
         form = form or min(stand_in, key=lambda name: stand_in[name])
         cost = stand_in.get(form, min(stand_in.values()))
@@ -321,7 +328,7 @@ def _row(
 
 
 def state_bytes(state: Mapping[str, Any]) -> int:
-    """Bytes that a matrix keeps for its curvature."""
+    """Bytes that a matrix keeps for its curvature and Adam's moments."""
     kept = [value for key, value in state.items() if isinstance(value, Tensor) and key != "momentum_buffer"]
     return sum(value.numel() * value.element_size() for value in kept)
 

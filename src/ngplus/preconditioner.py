@@ -30,12 +30,17 @@ class Preconditioner:
     Args:
         model: the module, or parameters with ``model=`` or ``curvature="batch"``, as in ``NGPlus``.
         options: those of ``NGPlus`` that shape the direction. Learning rate, momentum and weight decay are
-            the other optimizer's. The scaling is "inverse" unless it is given.
+            the other optimizer's. The scaling is "inverse" unless it is given. With "adaptive", ``momentum`` (0 unless
+            it is given) and ``nesterov`` are those of Adam's first moment; with ``graft="adam"``, ``momentum`` is.
     """
 
     def __init__(self, model: nn.Module | Any, **options: Any) -> None:
-        foreign = {"lr", "nesterov", "weight_decay", "decoupled_weight_decay", "maximize"} & set(options)
-        if foreign:
+        of_the_step = {"lr", "nesterov", "momentum", "weight_decay", "decoupled_weight_decay", "maximize"}
+        if options.get("scaling") == "adaptive":
+            of_the_step -= {"momentum", "nesterov"}
+        elif options.get("graft") == "adam":
+            of_the_step -= {"momentum"}
+        if foreign := of_the_step & set(options):
             raise TypeError(
                 f"Preconditioner takes no {', '.join(sorted(foreign))}: give it to the optimizer that makes the step"
             )

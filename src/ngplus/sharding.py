@@ -28,7 +28,7 @@ from torch.torch_version import TorchVersion
 from ngplus.curvature import Group
 from ngplus.dtensor import is_dtensor, local
 from ngplus.matrices import ParameterMatrix
-from ngplus.sync import Ranks, Sum, Team, Wire, assign, work
+from ngplus.sync import Ranks, Sum, Team, Wire, assign, cost_of
 
 SHARDED_SINCE = "2.13"  # a version of torch: the tests hold there; with torch 2.8 FSDP2 trains to other numbers
 
@@ -98,7 +98,7 @@ class Shards(Team):
         self._among_replicas = None if data.replicate is None else _ranks(mesh.get_group(data.replicate))
         if data.shard is None and data.replicate is None:
             self._among_replicas = ranks  # tensor parallel copies that the user, or DDP, trains on different samples
-        costs = [work(m, m.cut_of(groups[m.params[0]]), steps=True) for m in matrices]
+        costs = [cost_of(m, m.cut_of(groups[m.params[0]]), steps=True) for m in matrices]
         owners = assign(costs, self.size, [kept.get(m.params[0]) for m in matrices])
         self.owners = dict(zip(map(id, matrices), owners, strict=True))
         model_dims = [dim for dim in dims if dim != data.shard]

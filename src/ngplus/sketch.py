@@ -50,10 +50,6 @@ class SketchSpec:
             raise ValueError(f"Invalid sketch kind: {spec.kind!r} (one of {', '.join(KINDS)})")
         return spec
 
-    def as_dict(self) -> dict[str, Any]:
-        """The plain form that is kept in a parameter group."""
-        return {"size": self.size, "kind": self.kind, "replacement": self.replacement}
-
 
 class Sketch:
     """One drawn Omega (n x q). ``sketch(x)`` is ``x @ Omega`` along the last dimension of x.
@@ -65,7 +61,7 @@ class Sketch:
     """
 
     def __init__(self, spec: SketchSpec, n: int, seed: int) -> None:
-        self.spec, self.n, self.seed = spec, n, seed
+        self.spec = spec
         generator = torch.Generator().manual_seed(seed)
         q = spec.size
         self._index: Tensor | None = None

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ngplus.factors import wide
 from ngplus.faults import Trouble
 from ngplus.sketch import Sketch
 
@@ -132,9 +133,9 @@ def _climb(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The ladder for the blocks that failed: more damping, then float64. With the last damping, and what failed all."""
     for rung in range(RETRIES + 1):
-        wide = rung == RETRIES
-        level = level if wide else level * GROWTH
-        retry, still = _cholesky_inverse(damped(matrix.double() if wide else matrix, level))
+        last = rung == RETRIES
+        level = level if last else level * GROWTH
+        retry, still = _cholesky_inverse(damped(matrix.to(wide(matrix)) if last else matrix, level))
         inverse = torch.where((failed & ~still)[:, None, None], retry.to(inverse), inverse)
         failed = failed & still
         if not trouble.looks(failed.any()):
@@ -193,7 +194,7 @@ def eigenbasis(matrix: Tensor, trouble: Trouble | None = None) -> tuple[Tensor, 
     chosen by the rounding of L. A diagonal of a hundredth of the mean eigenvalue (in float64, of sqrt(eps) of it) is
     added, rising along the rows, and matrices of up to 256 rows are taken in float64, where that costs at most 1.6
     times as much: so the same L gives the same basis on every machine and for every order of its samples. Where
-    float32 does not converge, float64 is tried; then the basis is the plain one.
+    float32 does not converge, float64 is tried; then the basis is the plain one. Devices without float64 take float32.
     """
     d = matrix.shape[-1]
     if d == 1:
@@ -201,13 +202,13 @@ def eigenbasis(matrix: Tensor, trouble: Trouble | None = None) -> tuple[Tensor, 
     mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
     tilted = matrix / mean[:, None, None]
     tilted.diagonal(dim1=-2, dim2=-1).add_(_tilt(d, matrix))
-    attempts = (torch.float64,) if d <= SMALL else (matrix.dtype, torch.float64)
-    for dtype in dict.fromkeys(attempts):
+    attempts = dict.fromkeys((wide(matrix),) if d <= SMALL else (matrix.dtype, wide(matrix)))
+    for i, dtype in enumerate(attempts, 1):
         try:
             values, vectors = torch.linalg.eigh(tilted.to(dtype))
         except RuntimeError:  # LinAlgError: float32 does not always converge where many rows are zero
             if trouble is not None:
-                trouble.add("retried" if dtype == torch.float32 else "plain", torch.ones((), dtype=torch.bool))
+                trouble.add("retried" if i < len(attempts) else "plain", torch.ones((), dtype=torch.bool))
             continue
         return values.to(matrix.dtype) * mean[:, None], vectors.to(matrix.dtype)
     return matrix.diagonal(dim1=-2, dim2=-1).clone(), torch.eye(d).to(matrix).expand_as(matrix).clone()

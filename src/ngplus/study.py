@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ngplus import curvature as curvatures
+from ngplus import options
 from ngplus.calls import BatchDims
 from ngplus.capture import Capture
 from ngplus.curvature import Gathered
@@ -32,8 +33,8 @@ def gfim(
 ) -> dict[str, Curvature]:
     """The exact L or R of each parameter on one batch: ``loss_fn(model(inputs), targets)``.
 
-    A tuple or list of inputs is passed as arguments, a mapping as keyword arguments. No ``.grad`` is touched. A bias
-    shares the entry of its weight. Parameters without per-sample factors get the product of their mini-batch gradient.
+    No ``.grad`` is touched. A bias shares the entry of its weight. Parameters without per-sample factors get the
+    product of their mini-batch gradient.
 
     Examples:
         >>> model, x = nn.Linear(3, 2), torch.randn(5, 3)
@@ -42,7 +43,18 @@ def gfim(
         ['bias', 'weight']
         >>> found["weight"].side, tuple(found["weight"].matrix.shape)
         ('left', (2, 2))
+
+    Args:
+        model: the module, in the mode, train or eval, that it is in.
+        loss_fn: of the model's output and the targets, one number.
+        inputs: of the model: a tensor; a tuple or list is passed as arguments, a mapping as keyword arguments.
+        targets: handed to ``loss_fn`` as they are.
+        side: ``"smaller"`` (left where m <= n), ``"left"`` or ``"right"``; ``"auto"`` is the smaller one here.
+        loss_reduction: ``"mean"``, the loss is an average over the batch or its tokens, or ``"sum"``.
+        batch_dim: the dimension of the samples, as in ``NGPlus``.
     """
+    options.choice("side", side, tuple(s for s in options.CHOICES["side"] if s != "both"))
+    options.choice("loss_reduction", loss_reduction)
     params = {p: name for p, name in named(model.named_parameters()).items() if p.requires_grad and p.numel()}
     matrices, uses = collect(model, params)
     group: dict[str, Any] = {
@@ -54,7 +66,6 @@ def gfim(
     def sink(matrix: ParameterMatrix, factors: Factors) -> None:
         gathered.setdefault(id(matrix), Gathered()).take_in(matrix, factors, group, seed=0)
 
-    training = model.training
     capture = Capture(model, uses, sink, batch_dim)
     capture.in_eval = True
     for matrix in matrices:
@@ -70,7 +81,6 @@ def gfim(
         capture.flush()
     finally:
         capture.remove()
-        model.train(training)
     of_param = dict(zip(params, grads, strict=True))
     result: dict[str, Curvature] = {}
     for matrix in matrices:

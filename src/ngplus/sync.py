@@ -188,7 +188,7 @@ class Replicas(Team):
         self.ranks, self._groups = ranks, groups
         # The rows of a sparse gradient come and go, and their side is short: each rank applies the inverse to them.
         self._away = {id(m) for m in matrices if distribution == "memory" and not m.sparse}
-        costs = [work(m, m.cut_of(groups[m.params[0]]), id(m) in self._away) for m in matrices]
+        costs = [cost_of(m, m.cut_of(groups[m.params[0]]), id(m) in self._away) for m in matrices]
         owners = assign(costs, ranks.size, [kept.get(m.params[0]) for m in matrices])
         self.owners = dict(zip(map(id, matrices), owners, strict=True))
 
@@ -236,10 +236,12 @@ def solved_numbers(cut: Cut, group: Mapping[str, Any]) -> int:
     return cut.elements + cut.groups * sum(count * size for _, count, size in cut.stacks)
 
 
-def work(matrix: ParameterMatrix, cut: Cut, steps: bool) -> float:
-    """The cost of a matrix by its shape alone, so that it never changes: d p^2 a refresh, and d p D a step."""
-    other = matrix.layout.rows * matrix.layout.cols // cut.d
-    return float(cut.cubes + (cut.elements * other if steps else 0))
+def cost_of(matrix: ParameterMatrix, cut: Cut, steps: bool) -> float:
+    """The cost of a matrix by its shape alone, so that it never changes: d p^2 a refresh; for each side d p D a step,
+    and m n for what is elementwise, which is all where no side is curved."""
+    entries = matrix.layout.rows * matrix.layout.cols
+    products = sum(own.elements * (entries // own.d) for _, own in cut.sides("left"))
+    return float(cut.cubes + (products + cut.groups * entries if steps else 0))
 
 
 def assign(costs: Sequence[float], ranks: int, kept: Sequence[int | None] | None = None) -> list[int]:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ngplus
 from distributed import setting
 from distributed.pool import Pool
+from ngplus.gradients import agree
 
 
 @dataclass(frozen=True)
@@ -130,3 +131,71 @@ def test_nothing_hangs_where_one_rank_has_no_gradient(ranks: Callable[[int], Poo
     setting.assert_same_everywhere([first[:2], second[:2]])
     assert all(torch.equal(a, b) for a, b in zip(first[2:], start[2:], strict=True))  # as in torch.optim: no gradient
     assert not any(torch.equal(a, b) for a, b in zip(second, start, strict=True))
+
+
+class Words(nn.Module):
+    """A table with sparse gradients, and a layer whose direction its owner sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3)
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.head(self.table(index).sum(1))
+
+
+def with_a_sparse_table(rank: int, world: int) -> list[Tensor]:
+    plain = Words()
+    net: nn.Module = DistributedDataParallel(plain) if world > 1 else plain
+    optimizer = ngplus.NGPlus(net, lr=setting.LR, distribution="memory", **setting.OPTIONS["sample"])
+    for step in range(4):
+        index = torch.randint(0, 9, (8, 5), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        net(index[setting.share(len(index), rank, world, False)]).square().sum(1).mean().backward()
+        optimizer.step()
+    return [p.detach() for p in plain.parameters()]
+
+
+def test_a_table_with_sparse_gradients_beside_layers_with_owners(ranks: Callable[[int], Pool]) -> None:
+    found = ranks(2).run(with_a_sparse_table)
+    setting.assert_same_everywhere(found)
+    setting.assert_close(found[0], with_a_sparse_table(0, 1))
+
+
+def agreed_norm(rank: int, world: int) -> list[float]:
+    """Of a gradient whose norm is above what float16 holds."""
+    net = nn.Linear(4, 4, bias=False).half()
+    optimizer = ngplus.NGPlus(
+        net, scaling="inverse", process_group=torch.distributed.group.WORLD, distribution="memory"
+    )
+    net.weight.grad = torch.full_like(net.weight, 3e4)
+    return agree(optimizer._teams[0])[2].tolist()
+
+
+def test_norms_that_float16_does_not_hold(ranks: Callable[[int], Pool]) -> None:
+    (norm,), _ = ranks(2).run(agreed_norm)
+    assert norm == pytest.approx(2 * 4 * 3e4, rel=1e-2)  # of both ranks
+
+
+def switched(rank: int, world: int, drift: float | None) -> list[Tensor]:
+    """A norm layer that has a basis, has none, and has one again; its owner alone keeps it."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+    net = DistributedDataParallel(plain)
+    optimizer = ngplus.NGPlus(net, lr=setting.LR, distribution="memory", update_every=4, drift=drift)
+    for side in ("both", "auto", "both"):
+        optimizer.param_groups[0]["side"] = side
+        for step in range(3):
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+            optimizer.zero_grad()
+            net(x).square().sum(1).mean().backward()
+            optimizer.step()
+    return [p.detach() for p in plain.parameters()]
+
+
+@pytest.mark.parametrize("drift", [None, 0.1])
+def test_all_ranks_know_that_a_side_is_curved_no_more(ranks: Callable[[int], Pool], drift: float | None) -> None:
+    found = ranks(2).run(switched, drift)
+    setting.assert_same_everywhere(found)
+    assert all(bool(p.isfinite().all()) for p in found[0])

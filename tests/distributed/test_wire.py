@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ngplus
@@ -139,3 +139,21 @@ def test_loads_of_ranks_that_are_not_at_hand() -> None:
     assert sharded_load.step_bytes >= memory.step_bytes
     with pytest.raises(ValueError, match="Invalid distribution"):
         plan.on_ranks(2, "nowhere")
+
+
+def solvers(rank: int, world: int) -> list[list[str]]:
+    """What the plan says, before and after a step."""
+    out = []
+    for solver in ("auto", "woodbury", "sketched"):
+        net = DistributedDataParallel(nn.Linear(100, 50))
+        optimizer = ngplus.NGPlus(net, scaling="inverse", solver=solver)
+        before = optimizer.plan(batch_size=4)[0].solver
+        net(torch.randn(4, 100)).square().mean().backward()
+        optimizer.step()
+        assert "factor" not in optimizer.state[net.module.weight]
+        out.append([before, optimizer.plan()[0].solver])
+    return out
+
+
+def test_ranks_add_up_dense_matrices_and_the_plan_says_so(ranks: Callable[[int], Pool]) -> None:
+    assert ranks(2).run(solvers) == [[["dense", "dense"]] * 3] * 2

@@ -483,8 +483,7 @@ def test_an_eigendecomposition_that_fails_in_every_precision(monkeypatch: pytest
     model = net()
     optimizer = ngplus.NGPlus(model, lr=1e-3, update_every=2)
     monkeypatch.setattr(torch.linalg, "eigh", eigh)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with pytest.warns(ngplus.HealthWarning, match="'adaptive' plain Adam"):
         train(model, optimizer, 3)
     assert finite(optimizer, model)
     assert optimizer.health()["4.weight"].plain == 2  # Adam, in the plain basis: after 0 and 2 steps
@@ -511,3 +510,21 @@ def test_health_is_a_table_to_read_and_to_use() -> None:
     lines = str(found).splitlines()
     assert lines[0].startswith("2 steps, 1 skipped")
     assert lines[-1].split() == ["4.weight", "1", "0", "0", "0", "0"]
+
+
+def test_a_preconditioner_gives_zeros_for_gradients_that_are_not_finite() -> None:
+    """With a first moment there would be a step without a gradient, too."""
+    model = net()
+    preconditioner = ngplus.Preconditioner(model, scaling="adaptive", momentum=0.9)
+    for seed in range(3):
+        x, y = batch(seed)
+        if seed == 2:
+            x[0] = float("nan")
+        model.zero_grad()
+        (model.eval()(x) - y).square().mean().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            preconditioner.step()
+        lengths = torch.stack([p.grad.norm() for p in model.parameters()])
+        assert bool((lengths == 0).all()) if seed == 2 else bool((lengths > 0).all())
+    assert preconditioner.health().skipped == 1

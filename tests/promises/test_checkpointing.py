@@ -63,6 +63,22 @@ def test_module_used_inside_and_outside_of_a_checkpoint(reentrant: bool) -> None
 
 
 @KINDS
+def test_checkpointing_beside_calls_of_other_sizes(reentrant: bool) -> None:
+    """Whose losses are still to come: what is made again belongs to the latest call."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(m.a(x.flatten(0, 1)))
+        return checkpoint(m.b, h, use_reentrant=reentrant).view(len(x), -1, 3).mean(1)
+
+    def train(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        waiting = [model(torch.randn(size, 12 // size, 4)) for size in (1, 2, 3, 4, 12) * 4]
+        one_step(model, optimizer, x, y)
+        assert all(output.requires_grad for output in waiting)
+
+    check(Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 3)), *data(2, 4), train)
+
+
+@KINDS
 def test_checkpointing_with_accumulation(reentrant: bool) -> None:
     def train(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()

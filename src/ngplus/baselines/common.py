@@ -8,22 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from ngplus.calls import BatchDims
 from ngplus.captured import CapturedOptimizer
 from ngplus.curvature import Gathered, Group, State
-from ngplus.layers import EmbeddingBagRule, EmbeddingRule
-from ngplus.matrices import ParameterMatrix, Use
+from ngplus.gathering import many_ranks
+from ngplus.matrices import ParameterMatrix
 from ngplus.plan import Plan, PlanRow
 
 # The options of NG+ that the shared functions read, and that the rivals do not have.
 _NEUTRAL: dict[str, Any] = {
     "damping_mode": "absolute", "curvature": "sample", "scaling": "inverse", "side": "smaller", "solver": "auto",
     "beta": 0.0, "gamma": None, "beta2": 0.0, "eps": 0.0, "samples": None, "sketch": None, "block_size": None,
-    "graft": None, "second_moment": "full", "early_refreshes": False, "background": False, "drift": None,
+    "graft": None, "second_moment": "full", "early_refreshes": False, "background": False, "drift": None, "seed": 0,
 }  # fmt: skip
 
 
@@ -43,8 +42,7 @@ class Rival(CapturedOptimizer):
     def __init__(
         self, params: nn.Module | ParamsT, model: nn.Module | None, batch_dim: BatchDims, defaults: dict[str, Any]
     ) -> None:
-        distributed = torch.distributed
-        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        if many_ranks():
             raise RuntimeError(
                 f"{type(self).__name__} is for one process: its curvature does not cross ranks, that of NGPlus does"
             )
@@ -54,9 +52,6 @@ class Rival(CapturedOptimizer):
         if isinstance(group["damping"], str):
             raise ValueError(f"Invalid damping: {group['damping']!r} ({type(self).__name__} takes a number)")
         super()._check(group)
-
-    def _bound(self, uses: list[Use]) -> None:
-        self._tables = {id(use.matrix) for use in uses if isinstance(use.rule, EmbeddingRule | EmbeddingBagRule)}
 
     def _row(self, matrix: ParameterMatrix, group: Group, state: State, samples: int, positions: int) -> PlanRow:
         raise NotImplementedError

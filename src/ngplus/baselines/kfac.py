@@ -19,6 +19,7 @@ from ngplus.calls import BatchDims
 from ngplus.captured import Direction, Work
 from ngplus.curvature import Gathered, Group, State
 from ngplus.factors import Factors, Joined, Outer
+from ngplus.factors.base import take
 from ngplus.faults import Trouble, all_finite, look
 from ngplus.gradients import captured_scale
 from ngplus.matrices import ParameterMatrix
@@ -54,7 +55,7 @@ class _Sums(Batches):
         uses = list(factors.uses) if isinstance(factors, Joined) else [factors]
         outer = [use for use in uses if isinstance(use, Outer)]
         if len(outer) < len(uses):
-            side = matrix.side("auto")
+            side = matrix.side("smaller")
             sums = fisher.gfim_sum(factors, side, matrix.cut(side, None), dtype=matrix.dtype)
             self.total = sums if self.total is None else [a + b for a, b in zip(self.total, sums, strict=True)]
             self.used += factors.samples
@@ -79,9 +80,7 @@ class _Sums(Batches):
         return {"input": self.input / self.places, "output": self.output * (scale * scale / self.samples)}
 
 
-def kronecker_sums(
-    uses: list[Outer], expand: bool, dtype: torch.dtype, chunk_bytes: int = fisher.CHUNK_BYTES
-) -> tuple[Tensor, Tensor, Tensor]:
+def kronecker_sums(uses: list[Outer], expand: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The sums of a a^T, [groups, n, n], and of g g^T, [groups, m, m], and sqrt(sum |a|^2 sum |g|^2).
 
     Several uses of one weight by the same samples are further positions. In chunks of samples: a convolution's inputs
@@ -89,9 +88,8 @@ def kronecker_sums(
     """
     first = uses[0]
     positions = sum(use.positions for use in uses)
-    step = max(
-        1, chunk_bytes // (first.groups * positions * (first.rows + first.cols) * (torch.finfo(dtype).bits // 8))
-    )
+    numbers = first.groups * positions * (first.rows + first.cols)
+    step = max(1, fisher.CHUNK_BYTES // (numbers * (torch.finfo(dtype).bits // 8)))
     device = first.left.device if isinstance(first.left, Tensor) else None
     sums = [torch.zeros(first.groups, d, d, dtype=dtype, device=device) for d in (first.cols, first.rows)]
     squares = [torch.zeros((), dtype=dtype, device=device) for _ in sums]
@@ -100,7 +98,7 @@ def kronecker_sums(
         both: tuple[list[Tensor], list[Tensor]] = ([], [])
         for use in uses:
             both[0].append(use.dense_right(piece).to(dtype))
-            both[1].append((use.left[:, piece] if isinstance(use.left, Tensor) else use.left.take(piece)).to(dtype))
+            both[1].append(take(use.left, piece).to(dtype))
         for i, parts in enumerate(both):
             squares[i] += sum(x.square().sum() for x in parts)
             if expand:
@@ -191,7 +189,7 @@ class KFAC(Rival):
         matrix, group, state, gradient = work.matrix, work.group, work.state, work.gradient
         fresh: dict[str, Tensor]
         if gathered is None:
-            curved = gradient if matrix.side("auto") == "left" else gradient.mT
+            curved = gradient if matrix.side("smaller") == "left" else gradient.mT
             fresh = {"curvature": curved @ curved.mT}
         else:
             assert isinstance(gathered, _Sums)
@@ -235,7 +233,7 @@ class KFAC(Rival):
         matrix, state, gradient, rows = work.matrix, work.state, work.gradient, work.rows
         if "curvature_inverse" in state:
             inverse = state["curvature_inverse"]
-            return (inverse @ gradient if matrix.side("auto") == "left" else gradient @ inverse), rows
+            return (inverse @ gradient if matrix.side("smaller") == "left" else gradient @ inverse), rows
         if rows is not None:  # a tied table whose last gradient was dense, and this one is not
             gradient = gradient.new_zeros(1, matrix.layout.rows, matrix.layout.cols).index_copy(1, rows[0], gradient)
         return state["output_inverse"] @ gradient @ state["input_inverse"], None
@@ -251,7 +249,7 @@ class KFAC(Rival):
 
     def _row(self, matrix: ParameterMatrix, group: Group, state: State, samples: int, positions: int) -> PlanRow:
         m, n, groups = matrix.layout.rows, matrix.layout.cols, matrix.groups
-        likely = matrix.source == "sample" and matrix.kinds[0] != "column" and id(matrix) not in self._tables
+        likely = matrix.source == "sample" and matrix.kinds[0] != "column" and not matrix.lookup
         kronecker = "output_inverse" in state or ("curvature_inverse" not in state and likely)
         sizes = (m, n) if kronecker else (min(m, n),)
         elements = groups * sum(d * d for d in sizes) * (2 if group["beta"] else 1)
@@ -262,7 +260,7 @@ class KFAC(Rival):
             shape=(m, n),
             groups=groups,
             source=matrix.source,
-            side="both" if kronecker else matrix.side("auto"),
+            side="both" if kronecker else matrix.side("smaller"),
             solver="kronecker" if kronecker else "dense",
             blocks=groups,
             form=group["approx"] if kronecker else "",

@@ -18,7 +18,8 @@ from ngplus.baselines.common import Batches, Rival
 from ngplus.calls import BatchDims
 from ngplus.captured import Direction, Work
 from ngplus.curvature import Gathered, Group, State, subsample
-from ngplus.factors import Bags, Factors, Joined, Lookup, Outer, Rows
+from ngplus.factors import Bags, Factors, Joined, Lookup, Outer, Rows, as_lookup
+from ngplus.factors.base import take
 from ngplus.faults import Trouble, all_finite
 from ngplus.fisher import CHUNK_BYTES
 from ngplus.gathering import seed_of
@@ -42,7 +43,7 @@ class _Columns(Batches):
     parts: list[tuple[int, Part]] = field(default_factory=list)
 
     def add(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int) -> None:
-        index = subsample(factors.samples, group["samples"], seed_of(group))
+        index = subsample(factors.samples, group["samples"], seed)
         uses = factors.uses if isinstance(factors, Joined) else [factors]
         self.parts += [(self.used, part_of(use, index, matrix.dtype)) for use in uses]
         self.used += factors.samples if index is None else len(index)
@@ -218,31 +219,17 @@ def part_of(factors: Factors, index: Tensor | None, dtype: torch.dtype) -> Part:
     """The samples' G_i as factors or multiplied out, whichever is smaller."""
     samples: Tensor | slice = slice(None) if index is None else index
     if isinstance(factors, Bags):
-        factors = _as_lookup(factors)
+        factors = as_lookup(factors)
     if isinstance(factors, Lookup):
         return Lookup(factors.index[samples], factors.values[samples].to(dtype), factors.rows)
     small = factors.positions * (factors.rows + factors.cols) < factors.rows * factors.cols
     if isinstance(factors, Outer) and small:
-        left = factors.left[:, samples] if isinstance(factors.left, Tensor) else factors.left.take(samples)
-        return Outer(left.to(dtype), factors.dense_right(samples).to(dtype))
+        return Outer(take(factors.left, samples).to(dtype), factors.dense_right(samples).to(dtype))
     count = factors.samples if index is None else len(index)
     pieces = []
     for start, stop in _chunks(count, factors.groups * factors.positions * (factors.rows + factors.cols)):
         pieces.append(factors.gradients(slice(start, stop) if index is None else index[start:stop], dtype))
     return Rows(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1))
-
-
-def _as_lookup(bags: Bags) -> Lookup:
-    """A bag's entries as positions, all bags as long as the longest; what is added has no value."""
-    order = bags.sample.argsort(stable=True)
-    sample, index, weight = bags.sample[order], bags.index[order], bags.weight[order]
-    counts = torch.bincount(sample, minlength=bags.samples)
-    place = torch.arange(len(sample), device=sample.device) - (counts.cumsum(0) - counts)[sample]
-    longest = max(1, int(counts.max())) if len(sample) else 1
-    positions = index.new_zeros(bags.samples, longest)
-    weights = bags.grads.new_zeros(bags.samples, longest)
-    positions[sample, place], weights[sample, place] = index, weight.to(weights.dtype)
-    return Lookup(positions, weights[..., None] * bags.grads[:, None], bags.rows)
 
 
 def _scaled(part: Part, scale: Tensor | float) -> Part:

@@ -6,7 +6,7 @@ A layer hands over its per-sample gradients G_i (m x n) as a :class:`Factors`:
 class      G_i                                                  where
 ========== ==================================================== ==========================================
 Outer      sum over positions p of l_ip r_ip^T                  Linear, Conv, attention
-Lookup     sum over positions p of e_index(ip) v_ip^T           Embedding
+Lookup     sum over positions p of e_index(ip) v_ip^T           Embedding, several bags a sample
 Bags       (sum over entries j of w_j e_index(j)) g_i^T         EmbeddingBag
 Rows       given as it is                                       norm layers, the vmap fallback
 Joined     the sum of several of the above, same samples        tied weights, modules called several times
@@ -17,9 +17,12 @@ Joined     the sum of several of the above, same samples        tied weights, mo
 On the way from gradient to step: the form in which G_i leaves the layer rules and enters :mod:`ngplus.fisher`.
 """
 
-from ngplus.factors.base import Factors, Lazy
+from ngplus.factors.base import Factors, Lazy, wide
 from ngplus.factors.dense import Outer, Rows, gram_root, outer_costs
 from ngplus.factors.joined import Joined, join, widen
-from ngplus.factors.tables import Bags, Lookup
+from ngplus.factors.tables import Bags, Lookup, as_lookup
 
-__all__ = ["Bags", "Factors", "Joined", "Lazy", "Lookup", "Outer", "Rows", "gram_root", "join", "outer_costs", "widen"]
+__all__ = [
+    "Bags", "Factors", "Joined", "Lazy", "Lookup", "Outer", "Rows",
+    "as_lookup", "gram_root", "join", "outer_costs", "wide", "widen",
+]  # fmt: skip

@@ -35,6 +35,14 @@ class Lazy(Protocol):
 Factor = Tensor | Lazy
 
 
+NARROW = ("mps",)  # devices without float64
+
+
+def wide(tensor: Tensor) -> torch.dtype:
+    """The precision of what must not lose digits: float64, where the device has it."""
+    return torch.float32 if tensor.device.type in NARROW else torch.float64
+
+
 def take(factor: Factor, samples: Tensor | slice) -> Tensor:
     return factor[:, samples] if isinstance(factor, Tensor) else factor.take(samples)
 

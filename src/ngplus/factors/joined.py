@@ -48,7 +48,7 @@ class Joined(Factors):
     ) -> tuple[Tensor, Tensor]:
         if form != "gram":
             return super().pair(side, form, samples, sketch, dtype)
-        # No sketch here: the inner products of one-hot rows cost nothing, and the exact product is at hand.
+        # No sketch here: inner products with one-hot rows want the full dimension. Dense uses alone are exact, too.
         curved, gram = self._curved_and_gram(side, samples, dtype)
         return curved.flatten(1, 2), (gram @ curved).flatten(1, 2)
 

@@ -1,4 +1,5 @@
-"""G_i of an embedding table, of which a sample touches few rows: nothing of the table's size is made on the right side.
+"""G_i of an embedding table, of which a sample touches few rows: nothing of the table's size is made on the right side,
+but for ``total``, which the first refresh asks for where a table has up to a million rows (:mod:`ngplus.gathering`).
 
 On the way from gradient to step: what the rules of Embedding and EmbeddingBag give.
 """
@@ -126,6 +127,19 @@ class Bags(Factors):
 
     def memory(self, side: str, form: str, other: int) -> int:
         return self.cols * (1 if side == "right" else self.rows)
+
+
+def as_lookup(bags: Bags) -> Lookup:
+    """A bag's entries as positions, all bags as long as the longest; what is added has no value."""
+    order = bags.sample.argsort(stable=True)
+    sample, index, weight = bags.sample[order], bags.index[order], bags.weight[order]
+    counts = torch.bincount(sample, minlength=bags.samples)
+    place = torch.arange(len(sample), device=sample.device) - (counts.cumsum(0) - counts)[sample]
+    longest = max(1, int(counts.max())) if len(sample) else 1
+    positions = index.new_zeros(bags.samples, longest)
+    weights = bags.grads.new_zeros(bags.samples, longest)
+    positions[sample, place], weights[sample, place] = index, weight.to(weights.dtype)
+    return Lookup(positions, weights[..., None] * bags.grads[:, None], bags.rows)
 
 
 def _arange_like(index: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Embedding and EmbeddingBag: the matrix is (rows, dim), its left factor a choice of rows.
 
-On the way from gradient to step: the rule between capture and factors, for tables; nothing of a table's size is made.
+On the way from gradient to step: the rule between capture and factors, for tables; nothing of a table's size is made
+here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngplus.factors import Bags, Factors, Lookup
+from ngplus.factors import Bags, Factors, Lookup, as_lookup
 from ngplus.layers.matrix import MatrixSpec
 from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, NotPerSample, register_layer
 
@@ -67,6 +68,7 @@ def _entry_weights(module: nn.Embedding | nn.EmbeddingBag, index: Tensor, dtype:
 @register_layer(nn.EmbeddingBag)
 class EmbeddingBagRule(LayerRule):
     """Modes sum and mean, bags as rows or by offsets, ``per_sample_weights``, ``padding_idx``, sparse gradients.
+    Several bags a sample, in sample-major order, are folded into it.
 
     The mode max has no factors; it is refused here, and capture falls back to mini-batch curvature.
 
@@ -107,4 +109,11 @@ class EmbeddingBagRule(LayerRule):
             weight = weight / count.clamp_min(1)[bag]
         if weights is not None:
             weight = weight * weights.detach().flatten()
-        return Bags(index, bag, weight, grad, module.num_embeddings)
+        each = Bags(index, bag, weight, grad, module.num_embeddings)
+        samples = batch.count(bags) if batch.dim is not None else 1
+        if samples == bags:
+            return each
+        apart = as_lookup(each)  # several bags a sample: their entries are its positions
+        return Lookup(
+            apart.index.reshape(samples, -1), apart.values.reshape(samples, -1, apart.cols), module.num_embeddings
+        )

@@ -15,10 +15,10 @@ from math import prod
 import torch
 from torch import Tensor
 
+# The kinds of parts:
 # rows:    the first dimension is m, the others together are columns (Linear, Conv, Embedding)
 # turned:  the second dimension is m (ConvTranspose, the Conv1D of Hugging Face); inputs and kernel are columns
 # column:  all entries are one column of m rows (bias, scale, shift, a lone vector)
-KINDS = ("rows", "turned", "column")
 
 
 @dataclass(frozen=True)

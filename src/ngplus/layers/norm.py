@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from ngplus.factors import Factors, Rows
+from ngplus.factors import Factors, Rows, wide
 from ngplus.layers.matrix import MatrixSpec
 from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, register_layer
 
@@ -168,8 +168,8 @@ def _mean_and_variance(x: Tensor) -> tuple[Tensor, Tensor]:
     """Of each channel of [batch, channels, positions]: rows are summed fast, their sums added up in float64. On a CPU
     torch.var_mean over all but the channels takes 20 times as long."""
     count = x.shape[0] * x.shape[2]
-    mean = x.sum(-1).double().sum(0) / count
-    square = torch.linalg.vector_norm(x, dim=-1).double().square().sum(0) / count
+    mean = x.sum(-1).to(wide(x)).sum(0) / count
+    square = torch.linalg.vector_norm(x, dim=-1).to(wide(x)).square().sum(0) / count
     return mean.to(x.dtype), (square - mean.square()).clamp_min(0)
 
 
