@@ -187,6 +187,12 @@ def test_the_readme_has_the_numbers_of_the_results() -> None:
     means = re.findall(r"takes ([\d.]+) of the best rival's (steps|time) in the geometric mean", text)
     said = " ".join((ROOT / "README.md").read_text().split())
     assert f"takes {means[0][0]} of the best rival's steps and {means[1][0]} of its time" in said
+    rows = table((ROOT / "docs" / "comparison.md").read_text(), "")
+    for (mean, what), found in zip(means, (steps, times), strict=True):
+        verdicts = [row["verdict"] for row in found.values()]
+        counts = [str(verdicts.count(verdict)) for verdict in ("wins", "ties", "loses")]
+        *numbers, last = [cell.split()[0] for cell in rows[f"{what} to the target"].values()]
+        assert [*numbers, last] == [*counts, mean], f"docs/comparison.md, {what}: {numbers}, {counts} in results.md"
 
 
 @pytest.mark.parametrize(("page", "corner"), [("README.md", "ResNet-50, batch 32"), ("docs/comparison.md", "step")])
