@@ -170,16 +170,51 @@ def table(text: str, corner: str) -> dict[str, dict[str, str]]:
 
 
 def test_the_readme_has_the_numbers_of_the_results() -> None:
-    shown = table((ROOT / "README.md").read_text(), "")
+    """NG+ and the best rival of each task, by steps and by seconds, and who wins in time."""
+    shown = table((ROOT / "README.md").read_text(), "task, model: target")
     text = (ROOT / "docs" / "results.md").read_text()
-    measured = table(text[text.index("## Steps to the target, all optimizers") :], "optimizer")
-    rows = {label: row for label, row in shown.items() if "steps to" in label}
-    assert rows
-    for label, row in rows.items():
+    _, steps_text, times_text = re.split(r"^### (?:Steps|Time) to the target$", text, flags=re.M)
+    steps, times = table(steps_text, "workload"), table(times_text, "workload")
+    assert {label.partition(",")[0] for label in shown} == set(steps) == set(times)
+    for label, row in shown.items():
         workload = label.partition(",")[0]
-        for name, value in row.items():
-            found = measured["ngplus" if name == "NG+" else name.lower()][workload]
-            assert value.replace(" seeds", "") == found, f"{label}, {name}: {value} in README.md, {found} in results.md"
+        by_steps, by_time = (list(row.values())[i : i + 2] for i in (0, 2))
+        for cells, found in ((by_steps, steps[workload]), (by_time, times[workload])):
+            wanted = [found["NG+"], found["best rival"].replace(",", "")]
+            wanted = [cell.removesuffix(" s") for cell in wanted]
+            assert [cell.lower() for cell in cells] == wanted, f"{label}: {cells} in README.md, {wanted} in results.md"
+        assert list(row.values())[4] == times[workload]["verdict"], label
+    means = re.findall(r"takes ([\d.]+) of the best rival's (steps|time) in the geometric mean", text)
+    said = " ".join((ROOT / "README.md").read_text().split())
+    assert f"takes {means[0][0]} of the best rival's steps and {means[1][0]} of its time" in said
+    rows = table((ROOT / "docs" / "comparison.md").read_text(), "")
+    for (mean, what), found in zip(means, (steps, times), strict=True):
+        verdicts = [row["verdict"] for row in found.values()]
+        counts = [str(verdicts.count(verdict)) for verdict in ("wins", "ties", "loses")]
+        *numbers, last = [cell.split()[0] for cell in rows[f"{what} to the target"].values()]
+        assert [*numbers, last] == [*counts, mean], f"docs/comparison.md, {what}: {numbers}, {counts} in results.md"
+
+
+@pytest.mark.parametrize(("page", "corner"), [("README.md", "ResNet-50, batch 32"), ("docs/comparison.md", "step")])
+def test_pages_have_the_costs_of_the_benchmark(page: str, corner: str) -> None:
+    """A training step by SGD's and the state by the gradients, of each method, as rounded."""
+    measured: dict[tuple[str, str], str] = {}
+    for line in (ROOT / "docs" / "performance.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if line.startswith("| rivals") and (name := re.match(r"(.*): training step .*?: ([\w-]+)", cells[2])):
+            measured[name[1], name[2]] = cells[4]
+            state = re.search(r"state ([\d.]+) of the gradient", cells[8])
+            assert state is not None
+            measured[name[1], f"state {name[2]}"] = state[1]
+    names = {'NG+ `"inverse"`': 'NG+ "inverse"', "NG+, the default": 'NG+ "adaptive"'}
+    for label, row in table((ROOT / page).read_text(), corner).items():
+        model = label if corner == "step" else "ResNet-50"
+        model = next(m for m in ("ResNet-50", "6-layer", "MLP") if m in model)
+        for name, cell in row.items():
+            value = float(measured[names.get(name, name), f"state {model}" if "state" in label else model])
+            digits = len(cell.partition(".")[2])
+            near = abs(float(cell) - value) <= 0.5001 * 10**-digits
+            assert near, f"{page}, {label}, {name}: {cell}, {value} in docs/performance.md"
 
 
 def test_pages_link_to_what_is_there() -> None:

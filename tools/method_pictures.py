@@ -58,8 +58,13 @@ def sub(name: str, below: str) -> str:
     return f'{name}<tspan font-size="70%" dy="4">{below}</tspan><tspan dy="-4"> </tspan>'
 
 
+def basis(side: str, turned: str) -> str:
+    """Q with the side as its index, turned or not."""
+    return f'Q<tspan font-size="70%" dy="4">{side}</tspan><tspan dy="-4">{turned or "&#8203;"}</tspan>'
+
+
 def layer(colours: dict[str, str]) -> str:
-    """A layer's input and output gradient, their product, and the smaller of its two squares."""
+    """A layer's input and output gradient, their product, and its two squares: the smaller one, or both."""
     d = Drawing(860, 300, "From a layer's input and output gradient to L", colours)
     d.text(95, 34, "1. the layer, one sample", 13, "faint")
     d.box(40, 70, 16, 90, "g", 0.75)
@@ -77,68 +82,78 @@ def layer(colours: dict[str, str]) -> str:
     d.text(365, 180, "m x n, often not formed", 12, "faint")
     d.text(424, 64, "b", 12, "faint")
     d.arrow(446, 115, 486, 115)
-    d.text(660, 34, "3. the mean over samples, on the smaller side", 13, "faint")
+    d.text(660, 34, "3. means over samples, on one side or both", 13, "faint")
     d.box(510, 70, 90, 90, "l", 0.8)
     d.text(555, 121, "L", 20, "paper", bold=True)
-    d.text(555, 180, "m x m: kept", 12, "l")
-    d.text(660, 121, "or", 14, "faint")
-    d.box(710, 50, 130, 130, "w", 0.6)
-    d.text(775, 121, "R", 20, "faint", bold=True)
-    d.text(775, 200, "n x n: not needed here", 12, "faint")
-    d.text(430, 244, "L = mean of GᵢGᵢᵀ = mean of ‖aᵢ‖² gᵢgᵢᵀ", 15)
-    d.text(430, 272, "one product of a tall matrix with itself, and nothing of the size of all Gᵢ", 12, "faint")
+    d.text(555, 180, "m x m, the smaller", 12, "l")
+    d.text(555, 197, "one: kept", 12, "l")
+    d.text(655, 121, "and", 14, "faint")
+    d.box(710, 50, 130, 130, "l", 0.35)
+    d.text(775, 121, "R", 20, "ink", bold=True)
+    d.text(775, 200, "n x n, the larger: kept", 12, "faint")
+    d.text(775, 216, "if of 640 rows or less", 12, "faint")
+    d.text(430, 252, "L = mean of GᵢGᵢᵀ = mean of ‖aᵢ‖² gᵢgᵢᵀ   and   R = mean of GᵢᵀGᵢ = mean of ‖gᵢ‖² aᵢaᵢᵀ", 15)
+    d.text(430, 278, "each is one product of a tall matrix with itself, and nothing of the size of all Gᵢ", 12, "faint")
     return d.svg()
 
 
 def step(colours: dict[str, str]) -> str:
-    """The gradient of the mini-batch, turned by L: the paper's inverse, and the adaptive scaling."""
-    d = Drawing(860, 330, "The step: the inverse of L, or its eigenbasis", colours)
-    d.text(30, 36, "scaling=&quot;inverse&quot;, the paper", 13, "faint", middle=False)
-    d.box(40, 60, 80, 80, "l", 0.8)
-    d.text(80, 105, "(λI + L)⁻¹", 13, "paper", bold=True)
-    d.text(142, 106, "×", 18)
-    d.box(165, 60, 130, 80, "w")
-    d.text(230, 106, "G", 18)
-    d.arrow(315, 100, 360, 100)
-    d.box(380, 60, 130, 80, "g", 0.75)
-    d.text(445, 106, "direction", 14, "paper", bold=True)
-    d.text(530, 90, "flat directions, small in L, are", 12, "faint", middle=False)
-    d.text(530, 108, "made long; steep ones short", 12, "faint", middle=False)
-    d.text(30, 186, "scaling=&quot;adaptive&quot;, the default", 13, "faint", middle=False)
-    d.box(40, 210, 80, 80, "l", 0.8)
-    d.text(80, 255, "Qᵀ", 17, "paper", bold=True)
-    d.text(142, 256, "×", 18)
-    d.box(165, 210, 130, 80, "w")
-    d.text(230, 256, "G", 18)
-    d.arrow(312, 250, 342, 250)
-    d.box(355, 210, 130, 80, "a", 0.75)
-    d.text(420, 248, "Adam's two", 13, "paper", bold=True)
-    d.text(420, 265, "moments", 13, "paper", bold=True)
-    d.arrow(500, 250, 530, 250)
-    d.box(545, 210, 80, 80, "l", 0.8)
-    d.text(585, 255, "Q ×", 17, "paper", bold=True)
-    d.arrow(640, 250, 670, 250)
-    d.box(685, 210, 130, 80, "g", 0.75)
-    d.text(750, 256, "direction", 14, "paper", bold=True)
-    d.text(430, 314, "Q: the eigenvectors of L. The gradient is looked at in the curvature's own axes, and turned back", 12, "faint")  # noqa: E501  # fmt: skip
+    """The gradient of the mini-batch, turned by L: the paper's inverse, and the default with both bases."""
+    d = Drawing(860, 350, "The step: the inverse of L, or the eigenbases of L and R", colours)
+    d.text(30, 36, "scaling=&quot;inverse&quot;, the paper: the smaller side", 13, "faint", middle=False)
+    d.box(30, 60, 80, 80, "l", 0.8)
+    d.text(70, 105, "(λI + L)⁻¹", 13, "paper", bold=True)
+    d.text(126, 106, "×", 18)
+    d.box(142, 60, 120, 80, "w")
+    d.text(202, 106, "G", 18)
+    d.arrow(276, 100, 316, 100)
+    d.box(330, 60, 120, 80, "g", 0.75)
+    d.text(390, 106, "direction", 14, "paper", bold=True)
+    d.text(470, 90, "flat directions, small in L, are", 12, "faint", middle=False)
+    d.text(470, 108, "made long; steep ones short", 12, "faint", middle=False)
+    d.text(30, 184, "scaling=&quot;adaptive&quot;, the default: both sides", 13, "faint", middle=False)
+    _turned(d, 30, "ᵀ", "", "G", "w", "ink")
+    d.arrow(318, 250, 340, 250)
+    d.box(350, 210, 120, 80, "a", 0.75)
+    d.text(410, 246, "Adam's two", 13, "paper", bold=True)
+    d.text(410, 263, "moments", 13, "paper", bold=True)
+    d.arrow(478, 250, 496, 250)
+    _turned(d, 502, "", "ᵀ", "step", "g", "paper")
+    d.text(788, 240, "= the", 12, "faint", middle=False)
+    d.text(788, 256, "direction", 12, "faint", middle=False)
+    d.text(430, 322, "Q: the eigenvectors of L and of R. The gradient is looked at in the curvature's own axes, and turned back.", 12, "faint")  # noqa: E501  # fmt: skip
+    d.text(430, 338, "With one side, one Q; with none, for vectors and plain tables, this is Adam", 12, "faint")
     return d.svg()
 
 
+def _turned(d: Drawing, x: float, left: str, right: str, middle: str, fill: str, ink: str) -> None:
+    """A matrix between the bases of its two sides."""
+    d.box(x, 220, 60, 60, "l", 0.8)
+    d.text(x + 30, 256, basis("L", left), 17, "paper", bold=True)
+    d.box(x + 68, 220, 110, 60, fill, 1.0 if fill == "w" else 0.75)
+    d.text(x + 123, 256, middle, 17 if fill == "w" else 14, ink, bold=fill != "w")
+    d.box(x + 186, 200, 92, 92, "l", 0.35)
+    d.text(x + 232, 252, basis("R", right), 17, "ink", bold=True)
+
+
 def time(colours: dict[str, str]) -> str:
-    """Steps in time: the capture is armed in one of T."""
-    d = Drawing(860, 210, "Steps in time: the curvature is made anew in one of T", colours)
-    for k in range(13):
-        x, due = 44 + 60 * k, k % 10 == 0
-        d.box(x, 60, 46, 50, "l" if due else "w", 0.85 if due else 1.0)
-        d.text(x + 23, 90, str(k), 14, "paper" if due else "faint", bold=due)
-        if due:
-            d.text(x + 23, 44, "refresh", 12, "l")
-            d.arrow(x + 23, 112, x + 23, 136)
-    d.text(67, 156, "hooks read inputs and", 12, "faint", middle=False)
-    d.text(67, 172, "output gradients; a new L", 12, "faint", middle=False)
-    d.text(350, 136, "the hooks return at once; L is kept, every step turns its own gradient", 12, "faint")
-    d.text(750, 156, "the next L", 12, "faint", middle=False)
-    d.text(430, 198, "update_every = T = 10", 13)
+    """Steps in time: the capture is armed in one of T, and early at powers of two."""
+    d = Drawing(860, 226, "Steps in time: the curvature is made anew in one of T, and early at the beginning", colours)
+    for k in range(24):
+        x, due, early = 22 + 34 * k, k % 20 == 0, k in (1, 2, 4, 8, 16)
+        d.box(x, 60, 28, 44, "l" if due or early else "w", 0.85 if due else 0.4 if early else 1.0)
+        d.text(x + 14, 87, str(k), 12, "paper" if due else "ink" if early else "faint", bold=due or early)
+        if due or early:
+            d.text(x + (8 if k == 0 else 14), 48, "refresh" if due else "early", 11, "l" if due else "faint")
+    d.arrow(36, 106, 36, 132)
+    d.text(22, 150, "hooks read inputs and output", 12, "faint", middle=False)
+    d.text(22, 166, "gradients; new L and R, new bases", 12, "faint", middle=False)
+    d.text(440, 132, "elsewhere the hooks return at once; the bases are kept,", 12, "faint")
+    d.text(440, 148, "and every step turns its own gradient", 12, "faint")
+    d.arrow(716, 106, 716, 132)
+    d.text(716, 150, "the next one; then 40, 60, ...", 12, "faint")
+    d.text(430, 196, "update_every = T = 20, refreshes after 1, 2, 4, 8 and 16 steps, too", 13)
+    d.text(430, 214, "each enters the average: 0.5 of the old one, 0.5 of the new", 12, "faint")
     return d.svg()
 
 

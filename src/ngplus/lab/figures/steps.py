@@ -4,6 +4,9 @@ A step costs 2 d^2 D FLOPs (inverse) or 4 d^2 D (adaptive) whatever T is; a refr
 saves work and uses old curvature. Both scalings of ``ngplus.NGPlus`` train a network on digits from the same start with
 the same batches, the learning rate falling to zero in a line; every T has the best of three learning rates, by the mean
 loss of its runs.
+
+T alone is looked at: the adaptive scaling has one side and the curvature of the last refresh, as the inverse has, and
+refreshes come every T steps only. Its default has both sides, an average, early refreshes and Nesterov's look ahead.
 """
 
 from __future__ import annotations
@@ -25,7 +28,13 @@ from ngplus.lab.figures.common import BLUE, ORANGE, Outcome
 BATCH = 64
 SCALINGS: dict[str, dict[str, Any]] = {
     "inverse": {"scaling": "inverse", "damping": 0.3},
-    "adaptive": {"scaling": "adaptive"},
+    "adaptive": {
+        "scaling": "adaptive",
+        "side": "smaller",
+        "curvature": "sample",
+        "early_refreshes": False,
+        "nesterov": False,
+    },
 }
 RATES = {"inverse": (0.03, 0.1, 0.3), "adaptive": (0.003, 0.01, 0.03)}
 COLOURS = {"inverse": BLUE, "adaptive": ORANGE}
