@@ -117,6 +117,7 @@ def step(colours: dict[str, str]) -> str:
     d.box(350, 210, 120, 80, "a", 0.75)
     d.text(410, 246, "Adam's two", 13, "paper", bold=True)
     d.text(410, 263, "moments", 13, "paper", bold=True)
+    d.text(410, 305, "the second by rows and columns", 11, "faint")
     d.arrow(478, 250, 496, 250)
     _turned(d, 502, "", "ᵀ", "step", "g", "paper")
     d.text(788, 240, "= the", 12, "faint", middle=False)
@@ -139,20 +140,27 @@ def _turned(d: Drawing, x: float, left: str, right: str, middle: str, fill: str,
 def time(colours: dict[str, str]) -> str:
     """Steps in time: the capture is armed in one of T, and early at powers of two."""
     d = Drawing(860, 226, "Steps in time: the curvature is made anew in one of T, and early at the beginning", colours)
-    for k in range(24):
-        x, due, early = 22 + 34 * k, k % 20 == 0, k in (1, 2, 4, 8, 16)
-        d.box(x, 60, 28, 44, "l" if due or early else "w", 0.85 if due else 0.4 if early else 1.0)
-        d.text(x + 14, 87, str(k), 12, "paper" if due else "ink" if early else "faint", bold=due or early)
+    for k in range(31):
+        x, due, early = 22 + 27 * k, k in (0, 28), k in (1, 2, 4, 8)
+        d.box(x, 60, 23, 44, "l" if due or early else "w", 0.85 if due else 0.4 if early else 1.0)
+        d.text(x + 11.5, 87, str(k), 11, "paper" if due else "ink" if early else "faint", bold=due or early)
         if due or early:
-            d.text(x + (8 if k == 0 else 14), 48, "refresh" if due else "early", 11, "l" if due else "faint")
-    d.arrow(36, 106, 36, 132)
+            d.text(
+                x + (2 if k == 0 else 11.5),
+                48 if k != 1 else 34,
+                "refresh" if due else "early",
+                11,
+                "l" if due else "faint",
+            )
+    d.arrow(33.5, 106, 33.5, 132)
     d.text(22, 150, "hooks read inputs and output", 12, "faint", middle=False)
     d.text(22, 166, "gradients; new L and R, new bases", 12, "faint", middle=False)
     d.text(440, 132, "elsewhere the hooks return at once; the bases are kept,", 12, "faint")
     d.text(440, 148, "and every step turns its own gradient", 12, "faint")
-    d.arrow(716, 106, 716, 132)
-    d.text(716, 150, "the next one; then 40, 60, ...", 12, "faint")
-    d.text(430, 196, "update_every = T = 20, refreshes after 1, 2, 4, 8 and 16 steps, too", 13)
+    d.arrow(789.5, 106, 789.5, 132)
+    d.text(760, 150, "20 after the last early one;", 12, "faint")
+    d.text(760, 166, "then 48, 68, ...", 12, "faint")
+    d.text(430, 196, "update_every = T = 20, refreshes after 1, 2, 4 and 8 steps, too", 13)
     d.text(430, 214, "each enters the average: 0.5 of the old one, 0.5 of the new", 12, "faint")
     return d.svg()
 

@@ -3,18 +3,6 @@
 The functions here stand between the pure rooms (:mod:`ngplus.fisher`, :mod:`ngplus.solve`) and the optimizer. They read
 the options of a parameter group and keep their results in that matrix's ``state``, a plain dict of tensors:
 
-key                  what                                                         kept by
-==================== ============================================================ =========================
-curvature            the moving average of L or R                                 "momentum", "batch"
-inverse              (lambda I + L)^-1                                            solver "dense"
-factor, core         U and the r x r (or r x q) matrix beside it                  "woodbury", "sketched"
-basis, spectrum      Q and w of L = Q diag(w) Q^T                                 scaling "adaptive"
-exp_avg, exp_avg_sq  Adam's two moments in the basis                              scaling "adaptive"
-exp_avg_sq_row, _col the means of the second over rows and over columns           second_moment "factored"
-floor                the rounding of their roots at the last refresh              scaling "adaptive"
-damping              lambda of the last refresh                                   all
-==================== ============================================================ =========================
-=======
 ============================ ==================================================== =========================
 key                          what                                                 kept by
 ============================ ==================================================== =========================
