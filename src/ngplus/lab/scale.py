@@ -68,15 +68,17 @@ def dlrm_10m() -> tuple[nn.Module, Inputs]:
 
 
 def positions(model: nn.Module, inputs: Inputs) -> dict[str, int]:
-    """Positions a sample by the name of each layer's first parameter, from one forward pass."""
+    """Positions a sample by the name of each layer's weight, a shared one's first name, from one forward pass."""
+    names = {weight: name for name, weight in model.named_parameters()}
     found: dict[str, int] = {}
     handles = []
     batch = len(inputs[0])
-    for name, module in model.named_modules():
-        if not isinstance(getattr(module, "weight", None), Tensor) or isinstance(module, nn.LayerNorm | nn.BatchNorm2d):
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, nn.Parameter) or isinstance(module, nn.LayerNorm | nn.BatchNorm2d):
             continue
 
-        def note(module: nn.Module, args: Any, output: Tensor, key: str = f"{name}.weight") -> None:
+        def note(module: nn.Module, args: Any, output: Tensor, key: str = names[weight]) -> None:
             features = output.shape[1] if isinstance(module, nn.modules.conv._ConvNd) else output.shape[-1]
             found[key] = max(1, output.numel() // (batch * features))
 
