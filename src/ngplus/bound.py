@@ -221,7 +221,7 @@ class BoundOptimizer(Optimizer):
         for matrix in self._matrices:
             matrix.armed = self._captures(self._group(matrix)) and matrix.source != "batch" and self._due(matrix)
         if self._gathering is not None:
-            self._gathering.armed()
+            self._gathering.note_armed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim; what a backward pass without a step has gathered is dropped with its gradients."""

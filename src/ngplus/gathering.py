@@ -87,7 +87,7 @@ class Gathering:
     def take(self, matrix: ParameterMatrix) -> Gathered | None:
         return self._gathered.pop(id(matrix), None)
 
-    def armed(self) -> None:
+    def note_armed(self) -> None:
         """After matrices have been armed for the next step."""
         if self._capture is not None:
             self._capture.note_armed()
