@@ -47,6 +47,10 @@ def measure(
 ) -> None:
     chosen, size = train.open_preset(workload, "small", {}, [], None)
     task = None
+    tuned = train.configure(chosen, "small", size, optimizer, seed=0).hyper["lr"]
+    old = [r for r in rows if (r["workload"], r["optimizer"]) == (workload, optimizer) and r["tuned"] != tuned]
+    for row in old:  # of a preset that has changed since
+        rows.remove(row)
     done = {(r["workload"], r["optimizer"], r["k"], r["seed"]) for r in rows}
     asked = list(range(-4, 5))
     while asked:
@@ -54,8 +58,7 @@ def measure(
             for seed in range(seeds):
                 if (workload, optimizer, k, seed) in done:
                     continue
-                config = train.configure(chosen, "small", size, optimizer, seed=seed)
-                rate = config.hyper["lr"] * STEP**k
+                rate = tuned * STEP**k
                 config = train.configure(chosen, "small", size, optimizer, seed=seed, lr=rate)
                 task = task or chosen.open(size, data)
                 seen: dict[int, float] = {}
@@ -72,9 +75,8 @@ def measure(
                 finally:
                     task.evaluate = evaluate  # type: ignore[method-assign]
                 loss = seen[len(seen) - 1] if status == "finished" else None
-                rows.append(
-                    {"workload": workload, "optimizer": optimizer, "k": k, "seed": seed, "lr": rate, "loss": loss}
-                )
+                which = {"workload": workload, "optimizer": optimizer, "tuned": tuned, "k": k, "seed": seed}
+                rows.append({**which, "lr": rate, "loss": loss})
                 out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
         curve = curves(rows)[workload, optimizer]
         low, high = interval(curve)
@@ -117,7 +119,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     found = curves(rows)
     for (workload, optimizer), curve in found.items():
         best = min(curve, key=lambda k: curve[k])
-        tuned = next(r["lr"] / STEP ** r["k"] for r in rows if (r["workload"], r["optimizer"]) == (workload, optimizer))
+        tuned = next(r["tuned"] for r in rows if (r["workload"], r["optimizer"]) == (workload, optimizer))
         low, high = (tuned * STEP**k for k in interval(curve))
         lines.append(
             f"| {workload} | {optimizer} | {curve[best]:.4g} | {tuned * STEP**best:.2g} "

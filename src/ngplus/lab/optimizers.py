@@ -222,10 +222,13 @@ def _beside_sparse_adam(model: nn.Module, cls: type[Any], hyper: dict[str, Any])
 
 
 def _muon(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
-    """Muon on the hidden matrices; AdamW on vectors, embeddings and the last matrix, as its authors advise."""
+    """Muon on the hidden matrices; AdamW on vectors, embeddings and the output, as its authors advise. The output is the
+    last matrix, or a table where one is tied to a Linear layer."""
     dense, sparse = _split(model)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-    matrices = [p for p in dense if p.ndim >= 2 and id(p) not in tables][:-1]
+    tied = any(isinstance(m, nn.Linear) and id(m.weight) in tables for m in model.modules())
+    matrices = [p for p in dense if p.ndim >= 2 and id(p) not in tables]
+    matrices = matrices if tied else matrices[:-1]
     hidden = {id(p) for p in matrices}
     rest = [p for p in dense if id(p) not in hidden]
     parts: list[Trainer] = [AsMatrices(matrices, lambda p: cls(p, **hyper))] if matrices else []

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ngplus.lab.runs import Config, Result
     from ngplus.lab.workloads import Task
 
-FAILED = 10.0  # the score of a run that diverged
+FAILED = 10.0  # the score of a run that diverged, where steps to the target count
 OPENING = (1.0, 1 / 3, 3.0)  # what the default learning rate is multiplied by in the first trials
 TUNING_SEED = 100  # a comparison's seeds are 0, 1, 2, …: nothing is tuned on them
 
@@ -166,6 +166,8 @@ def make_trial(plan: Plan, patient: bool, task: Task, device: str, board: shared
         result = training.run(config, task, device=device, on_step=on_step, on_look=on_look, final=False)
         if result.status == "interrupted":
             raise KeyboardInterrupt
+        if result.status == "diverged":
+            trial.set_user_attr("diverged", True)
         scores.append(score(config, result, plan.objective))
         board.end(config, result)
     study.tell(trial, statistics.mean(scores))
@@ -174,7 +176,7 @@ def make_trial(plan: Plan, patient: bool, task: Task, device: str, board: shared
 def narrowed(ranges: Mapping[str, Range], trials: Iterable[optuna.trial.FrozenTrial]) -> dict[str, Range]:
     """Learning rates that diverged, and half of the smallest of them, are not tried again; the range then reaches down
     to a hundredth of its end at least. How large a step may be depends on the scale of the loss."""
-    diverged = [trial.params["lr"] for trial in trials if trial.value == FAILED and "lr" in trial.params]
+    diverged = [trial.params["lr"] for trial in trials if trial.user_attrs.get("diverged") and "lr" in trial.params]
     held = dict(ranges)
     if diverged and "lr" in held:
         high = min(held["lr"].high, min(diverged) / 2)
@@ -260,15 +262,16 @@ def pruner(steps: int) -> optuna.pruners.BasePruner:
 
 
 def score(config: Config, result: Result, objective: str) -> float:
-    """Smaller is better. ``target``: the part of the budget that it took; 1 and the relative gap where not reached."""
+    """Smaller is better. ``target``: the part of the budget that it took; 1 and the relative gap where not reached.
+    What diverged is behind everything else."""
     if result.status == "diverged" or result.final is None:
-        return FAILED
+        return FAILED if objective == "target" else math.inf
     if objective == "final":
         return -result.final if config.higher_is_better else result.final
     if result.steps_to_target is not None:
         return result.steps_to_target / config.steps
     gap = abs(config.target - (result.final if math.isfinite(result.final) else math.inf))
-    return min(FAILED, 1.0 + gap / max(abs(config.target), 1e-12))
+    return min(0.9 * FAILED, 1.0 + gap / max(abs(config.target), 1e-12))
 
 
 def story(plan: Plan) -> dict[str, Any]:
@@ -284,5 +287,10 @@ def story(plan: Plan) -> dict[str, Any]:
         "steps": plan.base.steps,
         "target": plan.base.target,
         **limit,
-        "trials": [{"hyper": trial.params, "score": trial.value} for trial in plan.counted()],
+        "trials": [{"hyper": trial.params, "score": _number(trial.value)} for trial in plan.counted()],
     }
+
+
+def _number(value: float | None) -> float | None:
+    """JSON has no infinity."""
+    return value if value is not None and math.isfinite(value) else None
