@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,13 +152,31 @@ def test_rates_that_diverged_are_not_tried_again() -> None:
     from ngplus.lab.tune import FAILED, narrowed
 
     def trial(lr: float, score: float) -> Any:
-        return create_trial(params={"lr": lr}, distributions={"lr": FloatDistribution(1e-9, 1e9)}, value=score)
+        return create_trial(
+            params={"lr": lr},
+            distributions={"lr": FloatDistribution(1e-9, 1e9)},
+            value=score,
+            user_attrs={"diverged": True} if score == FAILED else {},
+        )
 
     ranges = {"lr": Range(1e-3, 1.0), "damping": Range(0.1, 1.0)}
     assert narrowed(ranges, [trial(0.1, 0.5), trial(0.5, 1.2)]) == ranges
     assert narrowed(ranges, [trial(0.8, FAILED)])["lr"] == Range(1e-3, 0.4)
     held = narrowed(ranges, [trial(0.1, FAILED), trial(0.002, FAILED), trial(0.0001, 0.7)])
     assert held == {"lr": Range(1e-5, 1e-3), "damping": Range(0.1, 1.0)}
+
+
+@pytest.mark.parametrize("objective", ["target", "final"])
+def test_what_diverged_is_behind_what_learned_nothing(objective: str) -> None:
+    """However far from the target a run ends, and however large its loss is."""
+    from ngplus.lab import train
+    from ngplus.lab.tune import score
+
+    chosen, size = train.open_preset("digits", "small", {}, [], None)
+    config = train.configure(chosen, "small", size, "sgd", seed=0)
+    config = replace(config, target=1e-3, higher_is_better=False)
+    lost = replace(runs.summarise(config, [], 0, 0.0, 0, "finished"), final=1e6)
+    assert score(config, lost, objective) < score(config, replace(lost, status="diverged"), objective)
 
 
 def test_two_processes_do_not_make_a_trial_too_many(monkeypatch: pytest.MonkeyPatch) -> None:

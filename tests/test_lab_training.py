@@ -435,6 +435,14 @@ def test_muon_takes_matrices_and_adamw_the_rest() -> None:
     assert not torch.equal(model[0].weight, before)  # the view and the parameter share their memory
 
 
+def test_muon_keeps_the_last_matrix_where_the_output_is_a_table() -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(7, 3), "hidden": nn.Linear(3, 3), "head": nn.Linear(3, 7, bias=False)})
+    model["head"].weight = model["table"].weight
+    made = optimizers.get("muon").make(model, {"lr": 0.1})
+    kinds = [[tuple(p.shape) for p in group["params"]] for group in made.param_groups]
+    assert kinds == [[(3, 3)], [(7, 3), (3,)]]
+
+
 def test_schedules() -> None:
     assert [schedules.factor("constant", k, 10, warmup=4) for k in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert schedules.factor("cosine", 5, 10) == pytest.approx(0.5)

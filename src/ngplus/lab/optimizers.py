@@ -222,8 +222,8 @@ def _beside_sparse_adam(model: nn.Module, cls: type[Any], hyper: dict[str, Any])
 
 
 def _muon(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
-    """Muon on the hidden matrices; AdamW on vectors, embeddings and the output, as its authors advise. The output is the
-    last matrix, or a table where one is tied to a Linear layer."""
+    """Muon on the hidden matrices; AdamW on vectors, embeddings and the output, as its authors advise. The output is
+    the last matrix, or a table where one is tied to a Linear layer."""
     dense, sparse = _split(model)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     tied = any(isinstance(m, nn.Linear) and id(m.weight) in tables for m in model.modules())
