@@ -103,7 +103,7 @@ def error_inputs(device: Any, dtype: Any) -> list[ErrorOptimizerInput]:
             wrong("learning rate" if name == "lr" else name, **{name: value})
     for name in ("curvature", "scaling", "side", "solver", "damping_mode", "loss_reduction", "graft"):
         wrong(f"Invalid {name}: 'magic'", **{name: "magic"})
-    wrong("Nesterov", nesterov=True, momentum=0.0)
+    wrong("nesterov", nesterov=True, momentum=0.0)
     wrong("momentum", scaling="adaptive", momentum=1.0)
     wrong("solver='woodbury'", solver="woodbury", scaling="adaptive", curvature="sample", model=nn.Linear(1, 1))
     wrong("solver='sketched'", solver="sketched", scaling="inverse")
