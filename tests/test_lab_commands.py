@@ -97,6 +97,12 @@ def test_tune_writes_a_preset_that_train_takes() -> None:
     assert run.config.tuning["study"] == "digits-small-sgd-target"
 
 
+def test_tune_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "torchrun" in ngplus("tune", "digits", "-o", "sgd", *SHORT, code=2)
+    assert not Path("tuning.db").exists()
+
+
 def trials_of(name: str) -> list[dict[str, Any]]:
     held = json.loads(Path("presets/digits.json").read_text())["presets"]["small"][name]
     return list(held["tuning"]["trials"])
@@ -214,6 +220,7 @@ def test_runs_that_diverge_are_recorded_and_the_others_go_on(monkeypatch: pytest
         warnings.simplefilter("ignore")
         said = ngplus("compare", "digits", "-o", ",".join(names), "--seeds", "1", *SHORT)
         assert "sgd (1 diverged)" in said
+        assert " 0 B" not in said
         assert "adam (1 diverged)" in said
         assert len(collection.find([Path("runs")])) == 5
         monkeypatch.setitem(optimizers.RIVALS["sgd"].defaults, "lr", 1e30)  # type: ignore[arg-type]

@@ -24,7 +24,8 @@ from ngplus.lab.cli import app
 from ngplus.lab.report import svg
 from ngplus.lab.report.curves import groups
 from ngplus.lab.report.page import render
-from ngplus.lab.report.summary import table
+from ngplus.lab.report.results import markdown
+from ngplus.lab.report.summary import caption, table
 from ngplus.lab.runs import Config, Run, RunError, summarise
 
 HOSTILE = '"><script>document.title="hacked"</script><img src=x onerror=alert(1)>$\\frac{&#x27;\x1b[31m\u202e'
@@ -185,6 +186,55 @@ def test_the_summary_says_where_ngplus_wins_ties_and_loses(tmp_path: Path) -> No
     assert "NG+ wins on won. NG+ ties on none. NG+ loses on none." in text  # by time: nobody to compare with on lost
     assert "ms a step" in text
     assert (tmp_path / "results" / "timed.json").exists()
+
+
+def test_the_summary_leaves_out_runs_that_have_not_ended(tmp_path: Path) -> None:
+    for seed in range(2):
+        made = run("ngplus", seed, 0.2)
+        assert made.result is not None
+        ended = "finished" if seed == 0 else "interrupted"
+        save(tmp_path / "runs", replace(made, result=replace(made.result, status=ended)))
+    page = tmp_path / "results.md"
+    both = ["report", str(tmp_path / "runs"), "--timed", str(tmp_path / "runs"), "--summary", str(page)]
+    result = CliRunner().invoke(app, both)
+    assert result.exit_code == 0, result.output
+    assert "2 runs that have not ended are left out" in result.output
+    assert page.read_text().count("of 1 seed(s)") == 2
+    assert len(collection.read(tmp_path / "results" / "timed.json")) == 1
+
+
+def test_the_summary_keeps_sizes_apart_and_says_what_it_is_made_of() -> None:
+    large = {"preset": "paper", "steps": 60}
+    made = [run("ngplus", rate=0.2), run("ngplus", rate=0.1, **large)]
+    made = [replace(one, environment={"torch": "2", "threads": 1}) for one in made]
+    page = markdown(groups(made), [], {}, "")
+    assert "| ngplus | 15 | 25 |" in page
+    assert "| *budget* | 50 | 60 |" in page
+    assert ", one thread each, torch 2. Every optimizer was tuned with 1 trials." in page
+    recipe = replace(run("kfac", tuning={"recipe": "as published"}), environment={"threads": 2})
+    page = markdown(groups([*made, recipe]), [], {}, "")
+    assert ", 1 or 2 threads each, " in page
+    assert "tuned with 1 trials; with a published recipe: kfac on digits." in page
+
+
+def test_what_differs_between_runs_is_in_the_caption() -> None:
+    same, other = [run("ngplus", 0), run("sgd", 0)], run("adam", 0, steps=60, target=0.8, schedule="linear")
+    assert "Not the same" not in caption(same)
+    assert "50 steps of batch 8, cosine schedule" in caption(same)
+    said = caption([*same, other])
+    assert "50 or 60 steps of batch 8, cosine or linear schedule" in said
+    assert "steps 50 (ngplus, sgd), 60 (adam); target 0.9 (ngplus, sgd), 0.8 (adam); schedule" in said
+    assert all(chart.target is None for chart in groups([*same, other])[0].charts)
+    assert "Not made under the same conditions" in markdown(groups([*same, other]), [], {}, "")
+
+
+def test_a_run_that_diverged_has_no_numbers_of_its_end() -> None:
+    made = run("sgd", rate=0.001)
+    made = replace(made, result=summarise(made.config, made.metrics[:1], 0, 0.0, 0, "diverged"))
+    headings, lines = table([run("ngplus"), made])
+    assert lines[1][0] == "sgd (1 diverged)"
+    assert {lines[1][headings.index(name)] for name in ("at the end", "best", "ms a step", "state")} == {"–"}
+    assert "Runs that diverged" in caption([made])
 
 
 def test_a_thinned_run_has_its_looks_and_the_mean_training_loss() -> None:

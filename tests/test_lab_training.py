@@ -352,6 +352,19 @@ def test_time_leaves_out_the_evaluation() -> None:
     assert result.seconds < 0.5 * (time.perf_counter() - start)
 
 
+def test_time_leaves_out_the_look_at_the_methods_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = training._check_health
+
+    def slow(optimizer: optimizers.Trainer) -> None:
+        time.sleep(0.05)
+        real(optimizer)
+
+    monkeypatch.setattr(training, "_check_health", slow)
+    start = time.perf_counter()
+    result = training.run(config(steps=10), Tiny())
+    assert result.seconds < time.perf_counter() - start - 10 * 0.05
+
+
 def test_parts_of_a_batch_give_the_whole_batchs_step() -> None:
     class Parts(Tiny):
         def split(self, batch: Tensor) -> Iterator[tuple[float, Tensor]]:
@@ -408,6 +421,14 @@ def test_unknown_names_come_with_the_nearest() -> None:
         optimizers.get("sgd").make(nn.Linear(2, 2), {"momentun": 0.5})
     with pytest.raises(ValueError, match="did you mean 'cosine'"):
         schedules.parse("cosin")
+
+
+def test_what_is_not_installed_comes_with_a_remedy() -> None:
+    old = replace(optimizers.get("muon"), where="torch.optim:NotThereYet")
+    with pytest.raises(ValueError, match=r"torch>=2\.9.*leave muon out of --optimizers"):
+        old.load()
+    with pytest.raises(ModuleNotFoundError):  # the commands say what to install
+        replace(old, where="no_such_library:Muon").load()
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam", "muon", "ngplus", "ngplus-paper"])
@@ -482,4 +503,5 @@ def test_the_embedded_workloads(name: str) -> None:
     assert math.isfinite(task.loss(model, task.batch(0, 3)).item())
     one, two = task.batch(0, 3), task.batch(0, 3)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-    assert not workload.reached(found[workload.measure], workload.presets["small"].target)
+    goal = {"target": workload.presets["small"].target, "higher_is_better": workload.higher_is_better}
+    assert not config(**goal).reached(found[workload.measure])

@@ -150,6 +150,24 @@ def test_imagenet_classes(tmp_path: Path) -> None:
         open_tiny("imagenet", tmp_path)
 
 
+def test_imagenet_looks_at_as_many_images_as_asked_for(tmp_path: Path) -> None:
+    make_imagenet(tmp_path / "imagenet")
+    for asked, want in ((1, [0]), (2, [0, 1]), (4, [0, 0, 1, 1]), (100, [0, 0, 0, 1, 1, 1])):
+        task = open_tiny("imagenet", tmp_path, validation=asked)
+        assert torch.cat([batch.labels for batch in task.validation()]).tolist() == want
+    with pytest.raises(DataError, match="1 or more"):
+        open_tiny("imagenet", tmp_path, validation=0)
+
+
+def test_imagenet_reads_the_next_batch_of_its_own_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_imagenet(tmp_path / "imagenet")
+    task = open_tiny("imagenet", tmp_path)
+    monkeypatch.setattr(imagenet.processes, "world", lambda: 2)
+    task.batch(0, 1)
+    assert task._next is not None
+    assert task._next[0] == (0, 3)
+
+
 @pytest.mark.parametrize("size", [(300, 200), (20, 400), (400, 20), (1, 1)])
 def test_crops_have_the_size(size: tuple[int, int]) -> None:
     image = Image.new("RGB", size, (10, 200, 30))

@@ -340,7 +340,7 @@ def test_the_cache_is_where_the_user_says(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_unknown_names_have_a_hint() -> None:
-    with pytest.raises(KeyError, match="did you mean 'multi30k'"):
+    with pytest.raises(ValueError, match="did you mean 'multi30k'"):
         workloads.get("multi30")
 
 

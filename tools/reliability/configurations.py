@@ -107,7 +107,7 @@ def steps(model: nn.Module, optimizer: Any, case: dict[str, Any], which: range, 
 
 
 def outcome(case: dict[str, Any]) -> str:
-    """ "right" or "refused"; AssertionError for anything else."""
+    """One of "right", "right, with faults put right" and "refused"; AssertionError for anything else."""
     dtype = torch.float64 if case["double"] else torch.float32
     torch.manual_seed(0)
     model = MODELS[case["model"]]().to(dtype)

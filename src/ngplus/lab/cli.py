@@ -1,7 +1,7 @@
 """The command line: ``ngplus train | compare | tune | report | plan | bench | figure``.
 
-Each command lives in a module of its own with a ``register(app)`` that adds it; the module's heavy imports are inside
-its functions, so that ``ngplus --help`` is quick.
+Each command lives in a module of its own with a ``register(app)`` that adds it. torch is imported with them, for the
+names in the help; what else takes long to import (matplotlib, Optuna, the workloads) is imported where it is needed.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ngplus.lab.runs import (
+    ANEW,
     FORMAT,
     Config,
     Metrics,
@@ -40,7 +41,7 @@ def find(places: Iterable[Path]) -> list[Run]:
             found += read(place)
             continue
         if not place.is_dir():
-            raise RunError(f"There is no folder {place}")
+            raise RunError(f"There is no folder {place}. Name one with runs, or a file of ngplus report --json")
         # other things have a config.json as well
         folders = [
             path.parent for path in sorted(place.rglob("metrics.jsonl")) if path.with_name("config.json").exists()
@@ -48,7 +49,8 @@ def find(places: Iterable[Path]) -> list[Run]:
         here = [load(folder) for folder in folders]
         if not here:
             raise RunError(
-                f"There are no runs in {place}: no config.json with a metrics.jsonl, neither there nor below"
+                f"There are no runs in {place}: no config.json with a metrics.jsonl, neither there nor below. "
+                "ngplus compare WORKLOAD makes some"
             )
         found += here
     return found
@@ -107,19 +109,19 @@ def read(path: Path) -> list[Run]:
     """The runs of a collection."""
     content = read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("runs"), list):
-        raise RunError(f"{path} is not a collection of runs in format {FORMAT}")
+        raise RunError(f"{path} is not a collection of runs in format {FORMAT}: ngplus report RUNS --json makes one")
     told = content.get("tuning")
     return [_entry(entry, told if isinstance(told, list) else [], path) for entry in content["runs"]]
 
 
 def _entry(entry: Any, told: list[Any], path: Path) -> Run:
     if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
-        raise RunError(f"{path} has a run without a configuration")
+        raise RunError(f"{path} has a run without a configuration. {ANEW}")
     config, surroundings, result = dict(entry["config"]), entry.get("environment"), entry.get("result")
     number = config.get("tuning")
     if number is not None:
         if not isinstance(number, int) or not 0 <= number < len(told):
-            raise RunError(f"{path} has a run whose tuning is not there")
+            raise RunError(f"{path} has a run whose tuning is not there. {ANEW}")
         config["tuning"] = told[number]
     return Run(
         path=path / str(entry.get("name")),
@@ -132,11 +134,11 @@ def _entry(entry: Any, told: list[Any], path: Path) -> Run:
 
 def _rows(columns: Any, path: Path) -> Metrics:
     if not isinstance(columns, dict) or not all(isinstance(column, list) for column in columns.values()):
-        raise RunError(f"{path} has a run without metrics")
+        raise RunError(f"{path} has a run without metrics. {ANEW}")
     if len({len(column) for column in columns.values()}) > 1:
-        raise RunError(f"{path} has metrics of different lengths")
+        raise RunError(f"{path} has metrics of different lengths. {ANEW}")
     if columns and not all(is_number(x) for name in ("step", "seconds") for x in columns.get(name, [None])):
-        raise RunError(f"{path} has metrics without step and seconds")
+        raise RunError(f"{path} has metrics without step and seconds. {ANEW}")
     count = len(columns.get("step", []))
     return [{name: column[k] for name, column in columns.items() if column[k] is not None} for k in range(count)]
 

@@ -41,6 +41,8 @@ def compare(
 ) -> None:
     """Compare optimizers on a workload: the same weights, batches, schedule and budget for each, settings tuned alike.
 
+    A published recipe, as imagenet's preset paper has some, keeps its own budget and schedule; the table says so.
+
     Runs are interleaved, so that a busy moment of the machine hits all of them. Runs that have ended are kept and not
     made again: break off at any time, and the same command goes on. Several workloads come one after the other, each
     with a folder of its own in --out.

@@ -24,17 +24,17 @@ def figure(
         typer.Option(help="For costs: a known model, or package.module:function that gives a model and its inputs."),
     ] = None,
 ) -> None:
-    import difflib
     import time
 
     from rich.console import Console
 
     from ngplus.lab import figures
+    from ngplus.lab.optimizers import check_name
 
-    if name != "all" and name not in figures.FIGURES:
-        near = difflib.get_close_matches(name, figures.FIGURES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise typer.BadParameter(f"There is no figure {name!r}{hint} (known: {', '.join(figures.FIGURES)}, all)")
+    try:
+        check_name(name, [*figures.FIGURES, "all"], "figure")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     if model is not None and name != "costs":
         raise typer.BadParameter("--model goes with the figure costs")
     if out.exists() and not out.is_dir():

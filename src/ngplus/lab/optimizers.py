@@ -1,7 +1,8 @@
 """The rivals by name, with their defaults and the ranges they are tuned over.
 
 Each class is imported when it is asked for. Every rival gets the same treatment: a learning rate that the run's
-schedule multiplies, its own defaults for the rest, and a tuning range for the one or two numbers that matter most.
+schedule multiplies, fixed settings for the rest, and a tuning range for the one or two numbers that matter most. The
+fixed settings are the class's own defaults, but for some, which docs/laboratory.md lists.
 """
 
 from __future__ import annotations
@@ -52,11 +53,18 @@ class Rival:
     ranges: Mapping[str, Range] = field(default_factory=dict)
 
     def load(self) -> type[Any]:
+        """Its class. ModuleNotFoundError without its library, ValueError where that does not have it."""
         module, _, name = self.where.partition(":")
         try:
             cls: type[Any] = getattr(importlib.import_module(module), name)
+        except ModuleNotFoundError:  # the commands say what to install
+            raise
         except (ImportError, AttributeError) as error:
-            raise ValueError(f"The optimizer {self.name!r} needs {module}.{name}: {error}") from error
+            library = "torch>=2.9" if module == "torch.optim" else module.replace("_", "-")
+            raise ValueError(
+                f"The optimizer {self.name!r} needs {module}.{name}: {error}. pip install --upgrade {library!r}, or "
+                f"leave {self.name} out of --optimizers"
+            ) from error
         return cls
 
     def options(self) -> list[str]:
@@ -245,7 +253,8 @@ def _shampoo(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer
 _SGD_LR = Range(1e-3, 1.0)
 _ADAM_LR = Range(3e-4, 1e-1)
 _DAMPING = Range(1e-3, 3.0)
-_WIDEST = 512  # Shampoo and SOAP leave wider sides alone, those of tables: each would cost tens of AdamW's steps
+# SOAP leaves a wider side alone, Shampoo a whole matrix that has one: a table's would cost tens of AdamW's steps.
+_WIDEST = 512
 _NGPLUS = "ngplus:NGPlus"
 
 RIVALS: dict[str, Rival] = {
@@ -375,7 +384,7 @@ def pick(text: str) -> list[str]:
     """Names with commas between, or all. What cannot be made is said here, before anything is run."""
     wanted = names() if text == "all" else list(dict.fromkeys(n.strip() for n in text.split(",") if n.strip()))
     if not wanted:
-        raise ValueError("No optimizer is named")
+        raise ValueError("No optimizer is named: --help has their names, and all takes every one")
     for name in wanted:
         get(name).load()
     return wanted

@@ -75,7 +75,7 @@ def _of_model(
     from ngplus.lab import scale
 
     with torch.device("meta" if on_meta else "cpu"):
-        model, inputs = _build(where)
+        model, inputs = build(where)
         seen: int | dict[str, int] = positions
         if inputs:
             seen, batch_size = scale.positions(model, inputs), batch_size or len(inputs[0])
@@ -108,7 +108,7 @@ def amount(number: float, unit: str) -> str:
     )
 
 
-def _build(where: str) -> tuple[nn.Module, tuple[Any, ...]]:
+def build(where: str) -> tuple[nn.Module, tuple[Any, ...]]:
     """The model that ``module:function`` makes without arguments, and the inputs that it may give beside it."""
     from torch import nn
 
@@ -123,10 +123,10 @@ def _build(where: str) -> tuple[nn.Module, tuple[Any, ...]]:
         made = thing if isinstance(thing, nn.Module) else thing()
     except TypeError as error:
         raise ValueError(f"{where} does not make a model without arguments: {error}") from error
-    model, inputs = made if isinstance(made, tuple) else (made, ())
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, ())
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{where} makes a {type(model).__name__}, not a torch.nn.Module")
-    return model, inputs
+        raise ValueError(f"{where} makes a {type(model).__name__}, not a torch.nn.Module, or one and its inputs")
+    return model, inputs if isinstance(inputs, tuple) else (inputs,)
 
 
 def _plan_of(model: nn.Module, optimizer: str, sets: list[str]) -> Any:

@@ -34,6 +34,11 @@ def barrier() -> None:
         dist.barrier()
 
 
+def own(device: str) -> str:
+    """The device of this process: under torchrun, "cuda" is a GPU for each."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" and started() > 1 else device
+
+
 @contextmanager
 def group(device: str = "cpu") -> Iterator[None]:
     """The process group of torchrun, where there is one and nobody has made it yet."""
@@ -45,7 +50,10 @@ def group(device: str = "cpu") -> Iterator[None]:
     store, number, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     attempt = dist.PrefixStore(f"attempt {restarts}", store)  # type: ignore[attr-defined]
-    backend = "nccl" if device.startswith("cuda") else "gloo"
+    backend = "gloo"
+    if device.startswith("cuda"):  # flags and sums of what lies on the CPU go by gloo there as well
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(own(device))
     dist.init_process_group(backend, store=attempt, rank=number, world_size=size)
     try:
         yield

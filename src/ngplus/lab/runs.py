@@ -3,9 +3,9 @@
 =================== ==================================================================================================
 config.json         what was asked for: workload, sizes, optimizer, hyper-parameters, seed, and how they were tuned
 environment.json    where it ran: versions, threads, processor
-metrics.jsonl       a line of JSON for each look: step, seconds of training, training loss, validation metrics
+metrics.jsonl       a line of JSON for each look, with its metrics, and for steps between: step, seconds, training loss
 events.out.*        the same for TensorBoard
-checkpoint.pt       the state after the last look, written in one piece or not at all
+checkpoint.pt       the state after a look or every so many steps, written in one piece or not at all
 result.json         there once the run has ended: how, and the summary
 =================== ==================================================================================================
 """
@@ -27,6 +27,7 @@ from typing import IO, Any
 FORMAT = 1
 FILES = ("result.json", "checkpoint.pt", "metrics.jsonl", "environment.json", "config.json")
 Metrics = list[dict[str, Any]]
+ANEW = "Remove what is damaged, and make it again"
 
 
 class RunError(Exception):
@@ -68,18 +69,18 @@ class Config:
     @classmethod
     def from_dict(cls, content: Any, where: Path) -> Config:
         if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise RunError(f"{where} is not the configuration of a run in format {FORMAT}")
+            raise RunError(f"{where} is not the configuration of a run in format {FORMAT}. {ANEW}")
         known = {f.name: f for f in fields(cls)}
         try:
             config = cls(**{name: value for name, value in content.items() if name in known})
         except TypeError as error:
-            raise RunError(f"{where} is not complete: {error}") from error
+            raise RunError(f"{where} is not complete: {error}. {ANEW}") from error
         wanted: dict[str, Any] = {"str": str, "int": int, "float": int | float, "bool": bool}
         for name, entry in known.items():
             kind = wanted.get(str(entry.type), Mapping | None if name == "tuning" else Mapping)
             value = getattr(config, name)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise RunError(f"{where} has {name}={value!r}, which is not a {entry.type}")
+                raise RunError(f"{where} has {name}={value!r}, which is not a {entry.type}. {ANEW}")
         return config
 
     def difference(self, other: Config) -> str:
@@ -171,7 +172,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise RunError(f"{path} cannot be read: {error}") from error
+        raise RunError(f"{path} cannot be read: {error}. {ANEW}") from error
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -181,7 +182,7 @@ def read_metrics(path: Path) -> Metrics:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise RunError(f"{path} cannot be read: {error}") from error
+        raise RunError(f"{path} cannot be read: {error}. {ANEW}") from error
     rows = []
     for number, line in enumerate(lines[:-1], start=1):  # each whole line ends in a line feed
         try:
@@ -189,7 +190,7 @@ def read_metrics(path: Path) -> Metrics:
             if not isinstance(row, dict) or not all(is_number(row.get(key)) for key in ("step", "seconds")):
                 raise ValueError("no step and seconds")
         except (ValueError, RecursionError) as error:
-            raise RunError(f"{path} is damaged in line {number}: {error}") from error
+            raise RunError(f"{path} is damaged in line {number}: {error}. {ANEW}") from error
         rows.append(row)
     return rows
 
@@ -299,15 +300,15 @@ def read_result(content: Any, where: Path) -> Result:
     try:
         result = Result(**content)
     except TypeError as error:
-        raise RunError(f"{where} is not the result of a run: {error}") from error
+        raise RunError(f"{where} is not the result of a run: {error}. {ANEW}") from error
     for name in numbers:
         value = getattr(result, name)
         optional = name not in ("step", "seconds", "state_bytes")
         if not (is_number(value) or (optional and value is None)):
-            raise RunError(f"{where} has {name}={_short(value)}, which is no number")
+            raise RunError(f"{where} has {name}={_short(value)}, which is no number. {ANEW}")
     if not isinstance(result.status, str) or not isinstance(result.reason, str):
-        raise RunError(f"{where} has no status")
+        raise RunError(f"{where} has no status. {ANEW}")
     scores = result.scores
     if not isinstance(scores, dict) or not all(x is None or is_number(x) for x in scores.values()):
-        raise RunError(f"{where} has scores={_short(scores)}, which are no numbers")
+        raise RunError(f"{where} has scores={_short(scores)}, which are no numbers. {ANEW}")
     return result

@@ -14,8 +14,9 @@ With a warm-up of w steps, the first w steps are multiplied by 1/w, 2/w, …; th
 
 from __future__ import annotations
 
-import difflib
 import math
+
+from ngplus.lab.optimizers import check_name
 
 FAMILIES = ("constant", "cosine", "linear", "polynomial", "inverse-sqrt")
 _ARGUMENTS = {"polynomial": 1, "inverse-sqrt": 2}
@@ -24,10 +25,7 @@ _ARGUMENTS = {"polynomial": 1, "inverse-sqrt": 2}
 def parse(schedule: str) -> tuple[str, tuple[float, ...]]:
     """The family and its numbers; ValueError for anything else."""
     name, *rest = schedule.split(":")
-    if name not in FAMILIES:
-        near = difflib.get_close_matches(name, FAMILIES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"There is no schedule {name!r}{hint} (known: {', '.join(FAMILIES)})")
+    check_name(name, FAMILIES, "schedule")
     try:
         numbers = tuple(float(text) for text in rest)
     except ValueError:

@@ -125,11 +125,19 @@ def configure(
     hyper: Mapping[str, Any] | None = None,
     presets: Path | None = None,
 ) -> Config:
-    """All settings of a run: the optimizer's defaults, over them the tuned ones, over them the user's."""
+    """All settings of a run: the optimizer's defaults, over them the tuned ones, over them the user's.
+
+    With ``hyper`` in place of the tuned ones it is a trial, which a look may end: the first process alone looks.
+    """
     from ngplus.lab import optimizers, processes, schedules
     from ngplus.lab.presets import Tuned, lookup
     from ngplus.lab.runs import Config
 
+    if hyper is not None and processes.started() > 1:
+        raise ValueError(
+            "ngplus tune does not run under torchrun: start it by itself, several times with the same --storage for "
+            "several processes"
+        )
     rival = optimizers.get(optimizer)
     tuned = lookup(workload.name, preset, optimizer, presets) or _recipe(workload, preset, optimizer) or Tuned()
     own = {
@@ -175,7 +183,7 @@ def listed(workloads: str) -> list[str]:
     """Names with commas between."""
     names = list(dict.fromkeys(name.strip() for name in workloads.split(",") if name.strip()))
     if not names:
-        raise ValueError("No workload is named")
+        raise ValueError("No workload is named: --help has their names")
     return names
 
 
@@ -185,7 +193,7 @@ def assignments(sets: Sequence[str]) -> list[tuple[str, Any]]:
     for text in sets:
         key, equals, value = text.partition("=")
         if not equals or not key:
-            raise ValueError(f"--set takes KEY=VALUE, not {text!r}")
+            raise ValueError(f"--set takes KEY=VALUE, as in --set width=32, not {text!r}")
         try:
             pairs.append((key, json.loads(value)))
         except ValueError:
@@ -242,8 +250,8 @@ def friendly(console: Console) -> Iterator[None]:
 
     try:
         yield
-    except (DataError, RunError, ValueError, KeyError, ModuleNotFoundError) as error:
-        text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    except (DataError, RunError, ValueError, ModuleNotFoundError) as error:
+        text = str(error)
         if isinstance(error, ModuleNotFoundError):
             text = f"{error.name} is not installed: pip install 'ngplus[lab,workloads]' brings all that workloads need"
         Console(stderr=True, width=console.width).print(f"[bold red]Error:[/bold red] {shown(text)}", highlight=False)

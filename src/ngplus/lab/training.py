@@ -47,6 +47,7 @@ from ngplus.lab.workloads import Task
 
 OnStep = Callable[[int, float, float], None]  # steps done, loss, seconds of training
 OnLook = Callable[[int, float | None], str]  # steps done, the measure; a reason to end the run, or nothing
+_ANEW = "Remove it, and --resume begins the run anew"
 
 
 class Divergence(Exception):
@@ -72,6 +73,7 @@ def run(
     None. Ctrl-C ends it after the step it is in, and a reason that ``on_look`` gives after the look it is at: such a
     run is "stopped". One that gets to its end is measured by the task's ``final``, unless that is not wanted.
     """
+    device = processes.own(device)
     with ExitStack() as stack:
         stack.enter_context(processes.group(device))
         if folder is not None and processes.rank() == 0:
@@ -100,7 +102,7 @@ def _claim(config: Config, folder: Path, resume: bool) -> None:
         if difference := config.difference(held.config):
             raise RunError(f"{folder} has another run: {difference}. Take another folder, or remove this one")
         if not resume and not (held.result is not None and held.result.ended):
-            raise RunError(f"{folder} has a run that has not ended: --resume goes on with it")
+            raise RunError(f"{folder} has a run that has not ended: --resume goes on with it, --out takes another one")
         return
     write_json(folder / "environment.json", surroundings())
     write_json(folder / "config.json", config.as_dict())
@@ -110,7 +112,7 @@ class _Session:
     """A run in progress: the model, its optimizer and what was measured."""
 
     def __init__(self, config: Config, task: Task, folder: Path | None, device: str) -> None:
-        self.config, self.task = config, task
+        self.config, self.task, self.device = config, task, device
         self.rank, self.world = processes.rank(), processes.world()
         self.folder = folder if self.rank == 0 else None
         self.source = folder
@@ -140,7 +142,8 @@ class _Session:
             raise RunError(f"{self.config.optimizer}: {error}") from error
 
     def _warm_up(self, device: str) -> None:
-        """A step on a model that is thrown away: no run pays for what a process does the first time only."""
+        """One step on a model that is thrown away: no run pays for what a process does at its first step only. What
+        first happens at a later step, such as Shampoo's first inverse roots, is paid by the run."""
         model, optimizer = self._make(device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said again by the first step that counts
@@ -175,11 +178,11 @@ class _Session:
             raw.seek(0)
             held = torch.load(raw, map_location="cpu", weights_only=True)
         except Exception as error:  # torch.load raises what it likes for a file that is none of its own
-            raise RunError(f"{path} is damaged, or not a checkpoint: {error}") from error
+            raise RunError(f"{path} is damaged, or not a checkpoint: {error}. {_ANEW}") from error
         if not isinstance(held, dict) or held.get("format") != FORMAT:
-            raise RunError(f"{path} is not a checkpoint in format {FORMAT}")
+            raise RunError(f"{path} is not a checkpoint in format {FORMAT}. {_ANEW}")
         if difference := self.config.difference(Config.from_dict(held.get("config"), path)):
-            raise RunError(f"{path} belongs to another run: {difference}")
+            raise RunError(f"{path} belongs to another run: {difference}. {_ANEW}")
         before = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
         try:
             step, seconds = int(held["step"]), float(held["seconds"])
@@ -190,7 +193,7 @@ class _Session:
         except (KeyError, ValueError, RuntimeError, TypeError, AttributeError, IndexError) as error:
             self.model.load_state_dict(before[0])
             self.optimizer.load_state_dict(before[1])
-            raise RunError(f"{path} does not fit this run: {error}") from error
+            raise RunError(f"{path} does not fit this run: {error}. {_ANEW}") from error
         self.step, self.seconds, self.state_bytes = step, seconds, state_bytes
         self.loss_sum, self.loss_count = loss_sum, loss_count
 
@@ -253,15 +256,23 @@ class _Session:
                 group["damping"] = damping * decay
         # dropout: other numbers in every step and process, the same after a kill
         torch.manual_seed((config.seed * 1_000_003 + self.step) * 1_009 + self.rank)
-        start = time.perf_counter()
+        start = self._now()
         loss = _train_step(self.task, self.module, self.optimizer, batch)
-        self.seconds += time.perf_counter() - start
+        seconds = self._now() - start
+        _check_health(self.optimizer)  # outside of the clock: nobody else's step is asked for it
+        self.seconds += seconds
         self.step += 1
         self.loss_sum += loss
         self.loss_count += 1
         return loss
 
     # ---------------------------------------------------------------------------------------------- measuring
+
+    def _now(self) -> float:
+        """The clock, once a GPU has done what it was asked for."""
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def _look(self) -> None:
         """A validation, and a line of metrics with its results."""
@@ -325,9 +336,13 @@ def _train_step(task: Task, model: nn.Module, optimizer: optimizers.Trainer, bat
         if broken or not _finite(model):
             raise Divergence(str(error)) from error
         raise
+    return value
+
+
+def _check_health(optimizer: optimizers.Trainer) -> None:
+    """:class:`Divergence` where a method has left the step out, in place of numbers that are not finite."""
     if (health := getattr(optimizer, "health", None)) is not None and health().skipped:
         raise Divergence("gradients that are not finite, or too large for their norm")
-    return value
 
 
 def _finite(model: nn.Module) -> bool:

@@ -32,8 +32,9 @@ def bench(
 ) -> None:
     """Measure what NG+ costs: methods in turn within a run, medians of paired ratios with their quartiles.
 
-    Prints a table of what was asked and what was measured, and writes bench.json, bench.png and bench.svg. Each
-    measurement is written when it ends, and stays in the file until it is taken again. Let nothing else run.
+    Prints a table of what was asked and what was measured, and writes bench.json, bench.png and bench.svg, with --quick
+    bench-quick.json and its pictures. Each measurement is written when it ends, and stays in the file until it is taken
+    again. Let nothing else run.
 
     ngplus bench
 
@@ -61,10 +62,10 @@ def bench(
                 profiling.run(rows or [], quick, out, console)
                 return
             chosen = measuring.chosen(rows or [])
-            path = out / "bench.json"
+            path = out / ("bench-quick.json" if quick else "bench.json")
             if not (show or table):
                 _measure(chosen, path, quick, repeats, resume, console)
-            _present(chosen, path, out, table, not (show or table), console)
+            _present(chosen, path, table, not (show or table), console)
         finally:
             torch.set_num_threads(threads_before)
 
@@ -79,8 +80,8 @@ def _measure(groups: list[str], path: Path, quick: bool, repeats: int | None, re
         console.print(f"{name}: {time.perf_counter() - start:.0f} s", highlight=False)
 
 
-def _present(groups: list[str], path: Path, out: Path, as_markdown: bool, draw: bool, console: Console) -> None:
-    """The table of these rows, and the pictures of all that the file has."""
+def _present(groups: list[str], path: Path, as_markdown: bool, draw: bool, console: Console) -> None:
+    """The table of these rows, and the pictures of all that the file has, beside it."""
     from ngplus.lab.bench import record, show
     from ngplus.lab.bench.rows import rows_of
 
@@ -95,5 +96,5 @@ def _present(groups: list[str], path: Path, out: Path, as_markdown: bool, draw: 
     for line in show.circumstances({row.of: measurements[row.of] for row in rows}):
         console.print(line, highlight=False)
     if draw:
-        pictures = show.picture(rows_of(measurements), measurements, out)
+        pictures = show.picture(rows_of(measurements), measurements, path)
         console.print(", ".join(map(str, [path, *pictures])), highlight=False, soft_wrap=True)

@@ -19,12 +19,10 @@ class Problem:
     """``model`` makes the model anew, with the same weights each time. ``loss`` is that of its batch,
     ``small_loss`` that of a batch that takes next to no memory."""
 
-    name: str
     title: str
     model: Callable[[], nn.Module]
     loss: Loss
     small_loss: Loss
-    samples: int
 
 
 def resnet(quick: bool = False, batch: int = 32, pixels: int = 224) -> Problem:
@@ -43,7 +41,7 @@ def resnet(quick: bool = False, batch: int = 32, pixels: int = 224) -> Problem:
 
     torch.manual_seed(1)
     title = "a thin ResNet" if quick else f"ResNet-50, {pixels} px, batch {batch}"
-    return Problem("resnet", title, _seeded(lambda: make(classes, **config)), loss(batch, pixels), loss(2, 64), batch)
+    return Problem(title, _seeded(lambda: make(classes, **config)), loss(batch, pixels), loss(2, 64))
 
 
 class LanguageModel(nn.Module):
@@ -73,7 +71,7 @@ def transformer(quick: bool = False, batch: int = 32) -> Problem:
     torch.manual_seed(1)
     title = f"{layers}-layer Transformer, d {width}, {length} tokens, batch {batch}"
     make = _seeded(lambda: LanguageModel(vocabulary, width, layers))
-    return Problem("transformer", title, make, loss(batch), loss(1), batch)
+    return Problem(title, make, loss(batch), loss(1))
 
 
 def mlp(quick: bool = False, batch: int = 256) -> Problem:
@@ -89,7 +87,7 @@ def mlp(quick: bool = False, batch: int = 256) -> Problem:
         return lambda model: F.cross_entropy(model(x), labels)
 
     torch.manual_seed(1)
-    return Problem("mlp", f"MLP {width:,} wide, batch {batch}", _seeded(make), loss(batch), loss(1), batch)
+    return Problem(f"MLP {width:,} wide, batch {batch}", _seeded(make), loss(batch), loss(1))
 
 
 def _seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:

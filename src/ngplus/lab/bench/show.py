@@ -78,8 +78,8 @@ def circumstances(measurements: Mapping[str, Measurement]) -> list[str]:
 # ------------------------------------------------------------------------------------------------ the picture
 
 
-def picture(rows: list[Row], measurements: Mapping[str, Measurement], out: Path) -> list[Path]:
-    """``bench.png`` and ``bench.svg``: what was measured over what was asked; the rivals' steps over SGD's."""
+def picture(rows: list[Row], measurements: Mapping[str, Measurement], path: Path) -> list[Path]:
+    """PNG and SVG beside the file: what was measured over what was asked; the rivals' steps over SGD's."""
     asked = [row for row in rows if row.asked is not None]
     rivals = {name: one for name, one in measurements.items() if name.startswith("rivals-")}
     panels = [panel for panel, there in (("asked", asked), ("rivals", rivals)) if there]
@@ -93,7 +93,7 @@ def picture(rows: list[Row], measurements: Mapping[str, Measurement], out: Path)
                 _asked(ax, asked)
             else:
                 _rivals(ax, rivals)
-        return common.save_pictures("bench", figure, out)
+        return common.save_pictures(path.stem, figure, path.parent)
 
 
 def _asked(ax: Axes, rows: list[Row]) -> None:

@@ -1,4 +1,5 @@
-"""Sections 2.4 and 2.5 as a table: FLOPs, bytes of state and bytes on the wire of NG+, KFAC, Shampoo and SENG.
+"""Sections 2.4 and 2.5 as a table: FLOPs, bytes of state and bytes on the wire of NG+, KFAC, Shampoo and SENG. NG+ is
+that of the paper, ``scaling="inverse"`` with the inverse of one side; ``ngplus plan`` counts what the default does.
 
 A layer is a matrix m x n (the bias is one of the n columns) with kappa positions a sample; S samples, d = min(m, n),
 D = max(m, n). A multiplication and an addition are two FLOPs. All methods refresh at the same steps. c(d) = d^3 is a
@@ -26,7 +27,6 @@ m^2 + n^2, Shampoo nothing, SENG the factors that it keeps, once a refresh. Numb
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from ngplus.lab.figures import common
 from ngplus.lab.figures.common import BLUE, GREEN, INK, ORANGE, VERMILION, FigureError, Outcome
+from ngplus.lab.planning import build
 
 METHODS = ("NG+", "KFAC", "Shampoo", "SENG")
 WIDTH = 4  # bytes of a number
@@ -202,15 +203,13 @@ def find(name: str) -> tuple[list[Layer], int]:
         return make(), samples
     if ":" not in name:
         raise FigureError(f"There is no model {name!r} (known: {', '.join(KNOWN)}; or package.module:function)")
-    path, _, function = name.partition(":")
     try:
-        made = getattr(importlib.import_module(path), function)()
-    except (ImportError, AttributeError) as error:
-        raise FigureError(f"The model {name!r} cannot be made: {error}") from error
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise FigureError(f"{name} must return a module and a tuple of inputs")
-    inputs = made[1] if isinstance(made[1], tuple) else (made[1],)
-    return layers_of(made[0], *inputs), len(inputs[0])
+        model, inputs = build(name)
+    except ValueError as error:
+        raise FigureError(str(error)) from error
+    if not inputs:
+        raise FigureError(f"{name} must return a model and a tuple of its inputs, a batch")
+    return layers_of(model, *inputs), len(inputs[0])
 
 
 # -------------------------------------------------------------------------------------------------- the figure

@@ -185,7 +185,6 @@ def _players(data: Example, small: bool) -> dict[str, Any]:
         "curves": curves,
         "bound": data.bound(at, m),
         "bound_with_n": data.bound(at, n),
-        "bound_printed": m / data.alpha * torch.log(data.alpha * 4 * RADIUS**2 * data.diameter**2 * at.double()),
         "potential": own["potential"][at - 1] / (2 * data.alpha) + 1,
         "largest_projection_certificate": own["projection_bound"],
         "largest_gap_of_the_best_fixed_point": max(gap for _, gap, _ in fixed),

@@ -36,7 +36,8 @@ def lookup(workload: str, preset: str, optimizer: str, folder: Path | None = Non
             hyper, run = (entry.get(key) for key in ("hyper", "run")) if isinstance(entry, dict) else (None, None)
             if not isinstance(hyper, dict) or not isinstance(run, dict) or set(run) - set(RUN_KEYS):
                 raise RunError(
-                    f"{place / f'{workload}.json'} has an entry for {optimizer} that is not in the right form"
+                    f"{place / f'{workload}.json'} has an entry for {optimizer} that is not in the right form. Remove "
+                    "it, and ngplus tune writes it again"
                 )
             return Tuned(hyper, run, entry.get("tuning"))
     return None
@@ -62,5 +63,5 @@ def _read(path: Path) -> dict[str, Any]:
     content = read_json(path)
     held = content.get("presets") if isinstance(content, dict) else None
     if not isinstance(held, dict) or not all(isinstance(entry, dict) for entry in held.values()):
-        raise RunError(f"{path} is not a file of presets")
+        raise RunError(f"{path} is not a file of presets. Remove it, or name another folder with --presets")
     return held

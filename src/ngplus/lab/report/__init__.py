@@ -66,12 +66,18 @@ def report(
                 collection.write(as_json, found)
                 written.append(as_json)
             if summary is not None:
-                ended = [run for run in found if run.result is not None and run.result.ended]
-                written += _summary(summary, groups(ended), clocked)
+                shown, times = _ended(found), _ended(clocked)
+                written += _summary(summary, groups(shown), times)
+                if left := len(found) + len(clocked) - len(shown) - len(times):
+                    console.print(f"{left} runs that have not ended are left out of the summary", highlight=False)
         except OSError as error:
             raise RunError(f"The report cannot be written: {error}") from error
         names = ", ".join(shared.shown(str(path)) for path in written)
         console.print(f"{len(found)} runs in {names}", highlight=False)
+
+
+def _ended(runs: Sequence[Run]) -> list[Run]:
+    return [run for run in runs if run.result is not None and run.result.ended]
 
 
 def _pictures(sections: Sequence[Section], page: Path, brief: bool) -> list[Path]:

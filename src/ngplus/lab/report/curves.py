@@ -50,7 +50,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Section:
-    """The runs that can be compared with each other: one workload, one size."""
+    """The runs of one workload and size. Where their budgets differ, as with published recipes, the caption says so."""
 
     workload: str
     preset: str
@@ -69,6 +69,7 @@ def groups(runs: Sequence[Run]) -> list[Section]:
 
 def _section(workload: str, preset: str, runs: list[Run]) -> Section:
     config = runs[0].config
+    goal = config.target if len({run.config.target for run in runs}) == 1 else None
     names = [row.optimizer for row in rows(runs)]
     unknown = [name for name in names if name not in _PLACES]
     places = {name: _PLACES.get(name, len(_PLACES) + unknown.index(name) if name in unknown else 0) for name in names}
@@ -79,7 +80,7 @@ def _section(workload: str, preset: str, runs: list[Run]) -> Section:
         for over, x_label in (("step", "steps"), ("seconds", "seconds")):
             curves = [c for row in rows(runs) if (c := _curve(row.runs, metric, over, places)) is not None]
             if curves:
-                target = config.target if metric == config.measure else None
+                target = goal if metric == config.measure else None
                 rising = metric == config.measure and config.higher_is_better
                 log = not rising and _spans_decades(curves)
                 bottom, top = _window(curves, target, rising, log)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from ngplus.lab.report.curves import Section
-from ngplus.lab.report.summary import Row, caption, duration, rows, table
+from ngplus.lab.report.summary import Row, caption, differing, duration, either, rows, table
 
 OURS = "ngplus"
 TIE = 0.05  # the part by which two means may differ and still be called a tie
@@ -41,12 +41,12 @@ def markdown(
     parts += ["## Steps to the target, all optimizers", _matrix(sections)]
     for section in sections:
         title = _name(section)
-        parts += [f"## {title}", caption(section.runs, times=False).replace("\n", " ")]
+        parts += [f"## {title}", _plain(caption(section.runs, times=False))]
         parts.append(_table(*table(section.runs, times=False)))
         if picture := pictures.get((section.workload, section.preset)):
             parts.append(f"![{title}: curves over steps]({picture})")
         parts += [
-            f"Timed runs: {caption(other.runs)}\n\n" + _table(*table(other.runs))
+            f"Timed runs: {_plain(caption(other.runs))}\n\n" + _table(*table(other.runs))
             for other in timed
             if _name(other) == title
         ]
@@ -57,12 +57,22 @@ def _conditions(sections: Sequence[Section]) -> str:
     runs = [run for section in sections for run in section.runs]
     machines = {f"{run.environment.get('processor') or 'an unnamed processor'}" for run in runs}
     versions = {f"torch {run.environment.get('torch', '?')}" for run in runs}
-    untuned = sorted({f"{run.config.optimizer} on {run.config.workload}" for run in runs if not run.config.tuning})
-    trials = sorted({len(run.config.tuning.get("trials", ())) for run in runs if run.config.tuning})
-    told = f"Every optimizer was tuned with {' or '.join(map(str, trials))} trials" if trials else "Nothing was tuned"
-    rest = f"; not tuned, but with their defaults: {', '.join(untuned)}" if trials and untuned else ""
+    threads = either(run.environment.get("threads", "?") for run in runs)
+    each = "one thread each" if threads == "1" else f"{threads} threads each"
+    trials: set[int] = set()
+    published: set[str] = set()
+    untuned: set[str] = set()
+    for run in runs:
+        tuning, who = run.config.tuning, f"{run.config.optimizer} on {run.config.workload}"
+        if tuning and tuning.get("trials"):
+            trials.add(len(tuning["trials"]))
+        else:
+            (published if tuning else untuned).add(who)
+    told = f"Every optimizer was tuned with {either(sorted(trials))} trials" if trials else "Nothing was tuned"
+    rest = f"; with a published recipe: {_listed(published)}" if published else ""
+    rest += f"; not tuned, but with their defaults: {_listed(untuned)}" if trials and untuned else ""
     return (
-        f"{len(runs)} runs on {_listed(machines)}, one thread each, {_listed(versions)}. {told}{rest}. What makes the "
+        f"{len(runs)} runs on {_listed(machines)}, {each}, {_listed(versions)}. {told}{rest}. What makes the "
         "comparison fair, and what it is worth, is in [laboratory.md](laboratory.md); how the targets were set is in "
         "[workloads.md](workloads.md)."
     )
@@ -88,6 +98,7 @@ def _verdicts(sections: Sequence[Section], kind: str) -> list[str]:
         lines.append((_name(section), _shown(ours, kind), f"{best.optimizer}, {_shown(best, kind)}", ratio, word))
     if not lines:
         return ["There is nothing to compare: no workload has both NG+ and a rival."]
+    uneven = [_name(section) for section in sections if differing(section.runs)]
     said = {"neither gets there": "Neither gets there"}
     sentence = ". ".join(
         f"{said.get(word, f'NG+ {word}')} on {_listed(names, 'none')}" for word, names in found.items()
@@ -96,6 +107,7 @@ def _verdicts(sections: Sequence[Section], kind: str) -> list[str]:
         f"{sentence}.",
         *_means(ratios, kind),
         _table(("workload", "NG+", "best rival", "NG+ / rival", "verdict"), lines),
+        f"Not made under the same conditions, as the captions below say: {_listed(uneven)}." if uneven else "",
     ]
 
 
@@ -127,12 +139,11 @@ def verdict(ours: Row, theirs: Row, kind: str) -> str:
 
 def _matrix(sections: Sequence[Section]) -> str:
     names = dict.fromkeys(row.optimizer for section in sections for row in rows(section.runs))
-    held = {(section.workload, row.optimizer): row for section in sections for row in rows(section.runs)}
+    held = [{row.optimizer: row for row in rows(section.runs)} for section in sections]
     lines = []
     for name in sorted(names, key=lambda n: (not n.startswith(OURS), n)):
-        cells = [held.get((section.workload, name)) for section in sections]
-        lines.append((name, *("" if row is None else _shown(row, "steps") for row in cells)))
-    budget = ("*budget*", *(str(section.runs[0].config.steps) for section in sections))
+        lines.append((name, *(_shown(found[name], "steps") if name in found else "" for found in held)))
+    budget = ("*budget*", *(either(run.config.steps for run in section.runs) for section in sections))
     return _table(("optimizer", *(_name(section) for section in sections)), [*lines, budget])
 
 
@@ -174,5 +185,5 @@ def _table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Somebody's text in a cell: no markup of its own."""
+    """Somebody's text in a cell or a line: no markup of its own."""
     return re.sub(r"([\\`<>\[\]|])", r"\\\1", text.replace("\n", " "))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ngplus.lab.runs import Run
 
 TIMES = ("time to target", "ms a step")
+SHARED = ("steps", "batch_size", "target", "schedule", "warmup", "options", "processes")  # by runs that are compared
 
 
 def table(runs: Sequence[Run], times: bool = True) -> tuple[list[str], list[list[str]]]:
@@ -35,24 +36,25 @@ class Row:
         percent = _is_share(self.runs[0])
         steps = [float(r.steps_to_target) for r in reached if r.steps_to_target is not None]
         seconds = [r.seconds_to_target for r in reached if r.seconds_to_target is not None]
-        diverged = sum(r.status == "diverged" for r in results)
+        whole = [r for r in results if r.status != "diverged"]  # the others ended anywhere, at the first step maybe
+        diverged = len(results) - len(whole)
         label = self.optimizer + (f" ({diverged} diverged)" if diverged else "")
         return (
             label,
             f"{statistics.mean(steps):.0f}{share}" if steps else "not reached",
             f"{duration(statistics.mean(seconds))}{share}" if seconds else "not reached",
-            spread([r.final for r in results], percent),
-            spread([r.best for r in results], percent),
-            *(spread([r.scores.get(name) for r in results]) for name in scores),
-            _mean([r.milliseconds_per_step for r in results], ".1f"),
-            size(max((r.state_bytes for r in results), default=0)),
+            spread([r.final for r in whole], percent),
+            spread([r.best for r in whole], percent),
+            *(spread([r.scores.get(name) for r in whole]) for name in scores),
+            _mean([r.milliseconds_per_step for r in whole], ".1f"),
+            size(max(r.state_bytes for r in whole)) if whole else "–",
         )
 
     def rank(self) -> tuple[float, float, float]:
         """The order of the table: most runs at the target, fewest steps to it, best measure at the end."""
         results = [run.result for run in self.runs if run.result is not None]
         steps = [r.steps_to_target for r in results if r.steps_to_target is not None]
-        finals = [r.final for r in results if r.final is not None]
+        finals = [r.final for r in results if r.final is not None and r.status != "diverged"]
         sign = -1.0 if self.runs[0].config.higher_is_better else 1.0
         final = sign * statistics.mean(finals) if finals else math.inf
         return (-len(steps) / len(self.runs), statistics.mean(steps) if steps else math.inf, final)
@@ -67,17 +69,41 @@ def rows(runs: Sequence[Run]) -> list[Row]:
 
 def caption(runs: Sequence[Run], times: bool = True) -> str:
     """What the table's columns are, and under what conditions they were made."""
-    config = runs[0].config
-    seeds = sorted({run.config.seed for run in runs})
-    sign = "≥" if config.higher_is_better else "≤"
+    configs = [run.config for run in runs]
+    seeds = {config.seed for config in configs}
+    sign = "≥" if configs[0].higher_is_better else "≤"
     percent = _is_share(runs[0])
-    target = f"{100 * config.target:g} %" if percent else f"{config.target:g}"
+    target = either(f"{100 * config.target:g} %" if percent else f"{config.target:g}" for config in configs)
+    warmup = either(config.warmup for config in configs)
+    different = differing(runs)
+    diverged = any(run.result is not None and run.result.status == "diverged" for run in runs)
     return (
-        f"Measure: {config.measure} on the validation set, mean ± standard deviation of {len(seeds)} seed(s); target "
-        f"{sign} {target}.\n{config.steps} steps of batch {config.batch_size}, {config.schedule} schedule"
-        f"{f' with a warm-up of {config.warmup}' if config.warmup else ''}. "
+        f"Measure: {configs[0].measure} on the validation set, mean ± standard deviation of {len(seeds)} seed(s); "
+        f"target {sign} {target}.\n{either(config.steps for config in configs)} steps of batch "
+        f"{either(config.batch_size for config in configs)}, {either(config.schedule for config in configs)} schedule"
+        f"{f' with a warm-up of {warmup}' if warmup != '0' else ''}. "
+        f"{f'Not the same for all: {different}. ' if different else ''}"
+        f"{'Runs that diverged count for the target alone. ' if diverged else ''}"
         f"{'Time: forward, backward and step, without evaluation. ' if times else ''}State: of the optimizer."
     )
+
+
+def differing(runs: Sequence[Run]) -> str:
+    """What the runs do not share, each value with its optimizers; empty where a comparison is one of like with like."""
+    parts = []
+    for name in SHARED:
+        held: dict[str, list[str]] = {}
+        for run in runs:
+            held.setdefault(str(getattr(run.config, name)), []).append(run.config.optimizer)
+        if len(held) > 1:
+            told = (f"{value} ({', '.join(dict.fromkeys(who))})" for value, who in held.items())
+            parts.append(f"{name.replace('_', ' ')} {', '.join(told)}")
+    return "; ".join(parts)
+
+
+def either(values: Iterable[object]) -> str:
+    """The different ones among them, with "or" between."""
+    return " or ".join(dict.fromkeys(map(str, values)))
 
 
 def spread(values: Sequence[float | None], percent: bool = False) -> str:
@@ -106,7 +132,7 @@ def size(count: float) -> str:
 
 
 def _is_share(run: Run) -> bool:
-    return run.config.measure in ("accuracy", "top1", "top-1")
+    return run.config.measure == "accuracy"
 
 
 def _mean(values: Sequence[float | None], form: str) -> str:

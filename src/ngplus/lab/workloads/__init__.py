@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 
+from ngplus.lab.optimizers import check_name
 from ngplus.lab.workloads.base import DataError, Preset, Task, Workload
 
 # name: module and class
@@ -27,10 +27,7 @@ def names() -> list[str]:
 
 def get(name: str) -> Workload:
     """The workload of that name; an unknown one is refused with the nearest name."""
-    if name not in _WORKLOADS:
-        near = difflib.get_close_matches(name, _WORKLOADS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise KeyError(f"There is no workload {name!r}{hint} (known: {', '.join(_WORKLOADS)})")
+    check_name(name, _WORKLOADS, "workload")
     module, cls = _WORKLOADS[name]
     workload: Workload = getattr(importlib.import_module(f"ngplus.lab.workloads.{module}"), cls)()
     return workload

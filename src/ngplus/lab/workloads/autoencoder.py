@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ngplus.lab.workloads.base import Preset, Task, Workload
 from ngplus.lab.workloads.digits import load_images
-from ngplus.lab.workloads.sampling import batch_index, evaluating
+from ngplus.lab.workloads.sampling import batch_index, device_of, evaluating
 
 
 class AutoencoderTask(Task):
@@ -43,11 +43,12 @@ class AutoencoderTask(Task):
         return self.train[batch_index(len(self.train), self.batch_size, seed, step)]
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        return self._divergence(model(batch), batch)
+        images = batch.to(device_of(model))
+        return self._divergence(model(images), images)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         with evaluating(model):
-            return {"loss": self._divergence(model(self.validation), self.validation).item()}
+            return {"loss": self.loss(model, self.validation).item()}
 
     def _divergence(self, logits: Tensor, images: Tensor) -> Tensor:
         cross = F.binary_cross_entropy_with_logits(logits, images, reduction="sum")
@@ -60,7 +61,6 @@ class Autoencoder(Workload):
     title = "Digits, deep tanh autoencoder"
     measure = "loss"
     higher_is_better = False
-    needs_data = False
     presets: ClassVar[Mapping[str, Preset]] = {
         "small": Preset(
             steps=400,

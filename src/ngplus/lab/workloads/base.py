@@ -72,11 +72,7 @@ class Workload(ABC):
     measure: ClassVar[str]  # the metric that the target is about
     higher_is_better: ClassVar[bool]
     presets: ClassVar[Mapping[str, Preset]]  # "small" and "paper"
-    needs_data: ClassVar[bool] = True
 
     @abstractmethod
     def open(self, preset: Preset, data: Path | None) -> Task:
         """Reads the data from the folder that the user names, or raises :class:`DataError`."""
-
-    def reached(self, value: float, target: float) -> bool:
-        return value >= target if self.higher_is_better else value <= target

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ngplus.lab.workloads.base import Preset, Task, Workload
-from ngplus.lab.workloads.sampling import batch_index, evaluating
+from ngplus.lab.workloads.sampling import batch_index, device_of, evaluating
 
 VALIDATION = 500
 
@@ -19,6 +19,9 @@ VALIDATION = 500
 class Images(NamedTuple):
     pixels: Tensor  # [count, 1, 8, 8], in [0, 1]
     labels: Tensor
+
+    def on(self, device: torch.device) -> Images:
+        return Images(self.pixels.to(device), self.labels.to(device))
 
 
 def load_images() -> tuple[Images, Images]:
@@ -59,12 +62,13 @@ class DigitsTask(Task):
         return Images(self.train.pixels[index], self.train.labels[index])
 
     def loss(self, model: nn.Module, batch: Images) -> Tensor:
-        return F.cross_entropy(model(batch.pixels), batch.labels)
+        pixels, labels = batch.on(device_of(model))
+        return F.cross_entropy(model(pixels), labels)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
+        pixels, labels = self.validation.on(device_of(model))
         with evaluating(model):
-            logits = model(self.validation.pixels)
-        labels = self.validation.labels
+            logits = model(pixels)
         right = (logits.argmax(1) == labels).double().mean()
         return {"loss": F.cross_entropy(logits, labels).item(), "accuracy": right.item()}
 
@@ -74,7 +78,6 @@ class Digits(Workload):
     title = "Digits, small CNN"
     measure = "accuracy"
     higher_is_better = True
-    needs_data = False
     presets: ClassVar[Mapping[str, Preset]] = {
         "small": Preset(steps=200, batch_size=64, evaluate_every=5, target=0.97, warmup=5, options={"width": 16}),
         # The paper has no digits; this is the same network, wider and trained for longer.
