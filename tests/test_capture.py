@@ -410,16 +410,20 @@ def test_a_refresh_changes_no_output(layer: str, batch_first: bool) -> None:
     assert optimizer.plan()
 
 
-class FromArray(torch.autograd.Function):
-    """The identity, whose output lies in the memory of a numpy array: that can be seen to go."""
+class Memory(bytearray):
+    """Bytes that can be seen to go."""
 
-    arrays: ClassVar[list[weakref.ref[Any]]] = []
+
+class InMemory(torch.autograd.Function):
+    """The identity, whose output lies in memory of its own."""
+
+    held: ClassVar[list[weakref.ref[Memory]]] = []
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        array = x.detach().numpy().copy()
-        FromArray.arrays.append(weakref.ref(array))
-        return torch.from_numpy(array)
+        memory = Memory(x.numel() * x.element_size())
+        InMemory.held.append(weakref.ref(memory))
+        return torch.frombuffer(memory, dtype=x.dtype).view(x.shape).copy_(x.detach())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -431,20 +435,20 @@ def test_captured_inputs_go_when_their_layer_is_done() -> None:
 
     class Known(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return FromArray.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+            return InMemory.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
     model = nn.Sequential(nn.Linear(5, 4), Known(), nn.Linear(4, 2))
     optimizer = ngplus.NGPlus(model, update_every=2, early_refreshes=False)
     alive: list[bool] = []
 
     def look_back(module: nn.Module, args: Any, output: Tensor) -> None:
-        output.register_hook(lambda grad: alive.append(FromArray.arrays[-1]() is not None))
+        output.register_hook(lambda grad: alive.append(InMemory.held[-1]() is not None))
 
     model[0].register_forward_hook(look_back)
     for _ in range(4):
         optimizer.zero_grad()
         loss = model(torch.randn(6, 5)).square().mean()
-        assert FromArray.arrays[-1]() is not None
+        assert InMemory.held[-1]() is not None
         loss.backward()
         optimizer.step()
     assert alive == [False] * 4

@@ -7,7 +7,8 @@ core's tests from there.
 By default torch is not installed again: the new environment gets links to torch and to the packages that torch itself
 needs, and to nothing else of the environment that runs this script. pytest, hypothesis and expecttest are linked in the
 same way, for the tests. The core's tests are those files in tests/ that import nothing beyond these and what is in
-tests/ itself, and that do not look at the rest of the project.
+tests/ itself, and that do not look at the rest of the project. Those of tests/distributed that need its own package
+stay out: torch's distributed checkpoints want numpy.
 """
 
 from __future__ import annotations
@@ -57,9 +58,8 @@ def link(names: Iterable[str], place: Path) -> None:
 
 
 def core_tests() -> list[Path]:
-    """The test files that import torch, ngplus without its laboratory, and the test packages only."""
+    """The test files that import torch, ngplus without its laboratory, and helpers of the tests only."""
     own = {path.stem for path in (ROOT / "tests").rglob("*.py") if not path.stem.startswith("test_")}
-    own |= {path.parent.name for path in (ROOT / "tests").rglob("__init__.py")}
     allowed = {*sys.stdlib_module_names, *FOR_TESTS, "torch", "ngplus", *own}
     found = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
