@@ -138,10 +138,10 @@ def _turned(d: Drawing, x: float, left: str, right: str, middle: str, fill: str,
 
 
 def time(colours: dict[str, str]) -> str:
-    """Steps in time: the capture is armed in one of T, and early at powers of two."""
+    """Steps in time: the capture is armed in one of T, and early at powers of five."""
     d = Drawing(860, 226, "Steps in time: the curvature is made anew in one of T, and early at the beginning", colours)
     for k in range(31):
-        x, due, early = 22 + 27 * k, k in (0, 28), k in (1, 2, 4, 8)
+        x, due, early = 22 + 27 * k, k in (0, 25), k in (1, 5)
         d.box(x, 60, 23, 44, "l" if due or early else "w", 0.85 if due else 0.4 if early else 1.0)
         d.text(x + 11.5, 87, str(k), 11, "paper" if due else "ink" if early else "faint", bold=due or early)
         if due or early:
@@ -157,10 +157,10 @@ def time(colours: dict[str, str]) -> str:
     d.text(22, 166, "gradients; new L and R, new bases", 12, "faint", middle=False)
     d.text(440, 132, "elsewhere the hooks return at once; the bases are kept,", 12, "faint")
     d.text(440, 148, "and every step turns its own gradient", 12, "faint")
-    d.arrow(789.5, 106, 789.5, 132)
-    d.text(760, 150, "20 after the last early one;", 12, "faint")
-    d.text(760, 166, "then 48, 68, ...", 12, "faint")
-    d.text(430, 196, "update_every = T = 20, refreshes after 1, 2, 4 and 8 steps, too", 13)
+    d.arrow(708.5, 106, 708.5, 132)
+    d.text(708.5, 150, "20 after the last early one;", 12, "faint")
+    d.text(708.5, 166, "then 45, 65, ...", 12, "faint")
+    d.text(430, 196, "update_every = T = 20, refreshes after 1 and 5 steps, too", 13)
     d.text(430, 214, "each enters the average: 0.5 of the old one, 0.5 of the new", 12, "faint")
     return d.svg()
 

@@ -5,8 +5,10 @@ Where both sides are curved, L and R each give a basis: Q_L^T G Q_R; where none 
 The basis Q comes from a refresh; each step turns the gradient into it (Q^T G), keeps the two moments of Adam there, and
 turns the step back. The GFIM gives the directions, the gradients' own second moments the scale along each. Of these
 ``second_moment="factored"`` keeps the means over rows and columns alone: in the eigenbases the second moments of a
-matrix are nearly a product of the two, and the mean of a row is known after fewer steps than each of its numbers. Where
-L is made anew, the first moment is carried over by P = Q_new^T Q_old, the second by P * P, elementwise.
+matrix are nearly a product of the two, and the mean of a row is known after fewer steps than each of its numbers. But
+for few gradients, which have little but their diagonal there, the product is far too small away from the largest, so
+such a step is held to the length that Adam's first one has. Where L is made anew, the first moment is carried over by
+P = Q_new^T Q_old, the second by P * P, elementwise.
 
 On the way from gradient to step: the direction, where ``scaling`` is "adaptive".
 """
@@ -22,6 +24,7 @@ from ngplus import solve
 from ngplus.curvature import Group, State, clear, read, write
 
 NOISE = 100.0  # a root of a second moment below this many roundings of the root of the layer's mean one is noise
+LONGEST = 1.0  # the root mean square of a factored matrix's step, before the learning rate; that of Adam's first one
 SECOND = ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")  # the second moment: in full, or its means
 
 Pair = tuple[Tensor, Tensor]  # of a second moment, the means over rows and over columns: [.., p, 1] and [.., 1, D]
@@ -75,8 +78,21 @@ def steps(works: Sequence[tuple[State, list[Tensor]]], group: Group) -> list[lis
     # With c = 1 - beta2^t: m / (sqrt(v / c) + floor) = sqrt(c) m / (sqrt(v) + sqrt(c) floor), in as few passes as can.
     roots = [(1 - beta2**count) ** 0.5 for count in counts]
     out = list(torch._foreach_div(ahead, _denominators(works, second, roots, group)))
-    torch._foreach_mul_(out, [root / (1 - beta1**count) for root, count in zip(roots, counts, strict=True)])
+    _scale(out, second, [root / (1 - beta1**count) for root, count in zip(roots, counts, strict=True)])
     return _split_like([_out_of(q, s) for q, s in zip(bases, out, strict=True)], works)
+
+
+def _scale(steps: Sequence[Tensor], second: Sequence[Tensor | Pair], by: Sequence[float]) -> None:
+    """The steps times a number each; a factored block above the root mean square ``LONGEST`` is brought down to it."""
+    full = [(s, k) for s, v, k in zip(steps, second, by, strict=True) if isinstance(v, Tensor)]
+    if full:
+        torch._foreach_mul_([s for s, _ in full], [k for _, k in full])
+    pairs = [(s, k) for s, v, k in zip(steps, second, by, strict=True) if not isinstance(v, Tensor)]
+    if pairs:
+        lengths = [torch.linalg.vector_norm(s, dim=(-2, -1), keepdim=True) for s, _ in pairs]
+        torch._foreach_mul_(lengths, [(s.shape[-2] * s.shape[-1]) ** -0.5 / LONGEST for s, _ in pairs])
+        torch._foreach_clamp_min_(lengths, [1 / k for _, k in pairs])  # s k / max(1, k length), in one pass
+        torch._foreach_div_([s for s, _ in pairs], lengths)
 
 
 def _take_in_squares(second: Sequence[Tensor | Pair], turned: Sequence[Tensor], weight: float) -> None:
@@ -118,7 +134,8 @@ def _denominators(
         start = end
     full = [v for v in second if isinstance(v, Tensor)]
     made = iter(torch._foreach_sqrt(full) if full else ())
-    out = [next(made) if isinstance(v, Tensor) else _root(*v) for v in second]
+    products = iter(_roots([v for v in second if not isinstance(v, Tensor)]))
+    out = [next(made if isinstance(v, Tensor) else products) for v in second]
     flat = [i for i in range(len(out)) if i not in floors]
     if flat:
         torch._foreach_add_([out[i] for i in flat], [roots[i] * group["eps"] for i in flat])
@@ -128,10 +145,15 @@ def _denominators(
     return out
 
 
-def _root(rows: Tensor, cols: Tensor) -> Tensor:
+def _roots(pairs: Sequence[Pair]) -> Sequence[Tensor]:
     """sqrt(v) with v_ij = row_i col_j / mean: of all v with these means the one that knows nothing more."""
-    mean = rows.mean(-2, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
-    return rows.sqrt() * (cols / mean).sqrt()
+    if not pairs:
+        return ()
+    rows, cols = zip(*pairs, strict=True)
+    means = [row.mean(-2, keepdim=True).clamp_min_(torch.finfo(row.dtype).tiny) for row in rows]
+    across = torch._foreach_div(cols, means)
+    torch._foreach_sqrt_(across)
+    return torch._foreach_mul(torch._foreach_sqrt(rows), across)
 
 
 def sparse_steps(state: State, stacks: list[Tensor], group: Group) -> list[Tensor]:
@@ -161,21 +183,17 @@ def sparse_steps(state: State, stacks: list[Tensor], group: Group) -> list[Tenso
 def _moments(state: State, turned: list[Tensor], group: Group) -> tuple[list[Tensor], list[Tensor | Pair]]:
     """The two moments, made anew where they are not there or of another shape, and one more step counted."""
     factored = is_factored(group, *turned[0].shape[-2:])
-    wanted: dict[str, list[tuple[int, ...]]] = {"exp_avg": [t.shape for t in turned]}
-    if factored:
-        wanted["exp_avg_sq_row"] = [(*t.shape[:-1], 1) for t in turned]
-        wanted["exp_avg_sq_col"] = [(*t.shape[:-2], 1, t.shape[-1]) for t in turned]
-    else:
-        wanted["exp_avg_sq"] = wanted["exp_avg"]
-    held = {key: read(state, key) for key in wanted}
-    if group["step"] == 0 or any(h is None or [x.shape for x in h] != wanted[key] for key, h in held.items()):
+    keys = ("exp_avg", *(SECOND[1:] if factored else SECOND[:1]))
+    held = [read(state, key) for key in keys]
+    if group["step"] == 0 or None in held or not _same_shapes(held[0], turned):
         clear(state, "exp_avg", *SECOND, "floor")
-        for key, shapes in wanted.items():
-            write(state, key, [t.new_zeros(shape) for t, shape in zip(turned, shapes, strict=True)])
-        held = {key: read(state, key) for key in wanted}
+        narrow = [t[..., :1] for t in turned], [t[..., :1, :] for t in turned]  # the shapes of the means
+        for key, like in zip(keys, (turned, *narrow) if factored else (turned, turned), strict=True):
+            write(state, key, [x.new_zeros(x.shape) for x in like])
+        held = [read(state, key) for key in keys]
         state["adam_step"] = 0
     state["adam_step"] = int(state["adam_step"]) + 1
-    first, *second = (stacks or [] for stacks in held.values())
+    first, *second = (stacks or [] for stacks in held)
     return first, list(zip(*second, strict=True)) if factored else list(second[0])
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from functools import cache
+from itertools import count, takewhile
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,9 +32,11 @@ from ngplus.sync import DISTRIBUTIONS, Ranks, Replicas, Team
 OF_ALL = ("model", "batch_dim", "process_group", "distribution")  # arguments that no group has for itself
 
 
-def _last_early(every: int) -> int:
-    """The last of the early refreshes: the largest power of two below T/2, 0 where there is none."""
-    return 1 << ((every - 1) // 2).bit_length() >> 1
+@cache
+def _early(every: int) -> tuple[int, ...]:
+    """After how many steps the early refreshes come: none, 1, 5, 25, ..., below T/2."""
+    powers = (5**k for k in count())
+    return (0, *takewhile(lambda power: 2 * power < every, powers))
 
 
 class BoundOptimizer(Optimizer):
@@ -199,8 +203,8 @@ class BoundOptimizer(Optimizer):
         if not matrix.cut_of(group).stacks:  # no side is curved
             return False
         step, every = group["step"], group["update_every"]
-        start = _last_early(every) if group["early_refreshes"] else 0
-        due = (step - start) % every == 0 if step >= start else step & (step - 1) == 0
+        early = _early(every) if group["early_refreshes"] else (0,)
+        due = step in early if step < early[-1] else (step - early[-1]) % every == 0
         return due or not self._fitted(matrix)
 
     def _fitted(self, matrix: ParameterMatrix) -> bool:

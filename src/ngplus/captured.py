@@ -208,9 +208,10 @@ class CapturedOptimizer(BoundOptimizer):
         given: dict[int, list[Tensor]] = {}
         for team in self._teams:
             given.update(team.gather([m for m in present if self._team(m) is team]))
-        for matrix in present:
-            for param in matrix.params:  # distributed checkpoints want an entry for every parameter
+        if len(self.state) < len(self._names):  # distributed checkpoints want an entry for every parameter
+            for param in (param for matrix in present for param in matrix.params):
                 self.state.setdefault(param, {})
+        for matrix in present:
             group, state, its_team = self._group(matrix), self.state[matrix.params[0]], self._team(matrix)
             if id(matrix) in due:
                 state["refreshed"] = self._measures(matrix)

@@ -85,7 +85,7 @@ class NGPlus(CapturedOptimizer):
         damping_mode: ``"absolute"``, or ``"relative"``: damping is a multiple of each layer's mean eigenvalue
             trace(L)/d.
         update_every: T, the number of steps between two refreshes. The first is at the first step.
-        early_refreshes: refreshes after 1, 2, 4, 8, ... steps, below T/2, and from the last of these on every T: at the
+        early_refreshes: refreshes after 1, 5, 25, ... steps, below T/2, and from the last of these on every T: at the
             beginning the curvature changes fast. On with ``scaling="adaptive"``, off with ``"inverse"``, unless it is
             given.
         curvature: ``"sample"``, the paper's L and R; ``"momentum"``, their moving average with ``beta``; ``"batch"``,
@@ -316,8 +316,10 @@ class NGPlus(CapturedOptimizer):
 
     def _due(self, matrix: ParameterMatrix) -> bool:
         group = self._group(matrix)
+        if group["drift"] is None:
+            return super()._due(matrix)
         held = self.state.get(matrix.params[0], {})
-        if group["drift"] is None or "refresh_at" not in held or not self._curved(matrix):
+        if "refresh_at" not in held or not self._curved(matrix):
             return super()._due(matrix)
         return group["step"] >= held["refresh_at"] or not self._fitted(matrix)
 
