@@ -24,7 +24,7 @@ from ngplus import solve
 from ngplus.curvature import Group, State, clear, read, write
 
 NOISE = 100.0  # a root of a second moment below this many roundings of the root of the layer's mean one is noise
-LONGEST = 1.0  # the root mean square of a factored matrix's step, before the learning rate; that of Adam's first one
+FULL_STEP = 1.0  # the root mean square of Adam's first step, before the learning rate: no factored one is longer
 SECOND = ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")  # the second moment: in full, or its means
 
 Pair = tuple[Tensor, Tensor]  # of a second moment, the means over rows and over columns: [.., p, 1] and [.., 1, D]
@@ -83,14 +83,14 @@ def steps(works: Sequence[tuple[State, list[Tensor]]], group: Group) -> list[lis
 
 
 def _scale(steps: Sequence[Tensor], second: Sequence[Tensor | Pair], by: Sequence[float]) -> None:
-    """The steps times a number each; a factored block above the root mean square ``LONGEST`` is brought down to it."""
+    """The steps times a number each; a factored block whose root mean square exceeds ``FULL_STEP`` is brought to it."""
     full = [(s, k) for s, v, k in zip(steps, second, by, strict=True) if isinstance(v, Tensor)]
     if full:
         torch._foreach_mul_([s for s, _ in full], [k for _, k in full])
     pairs = [(s, k) for s, v, k in zip(steps, second, by, strict=True) if not isinstance(v, Tensor)]
     if pairs:
         lengths = [torch.linalg.vector_norm(s, dim=(-2, -1), keepdim=True) for s, _ in pairs]
-        torch._foreach_mul_(lengths, [(s.shape[-2] * s.shape[-1]) ** -0.5 / LONGEST for s, _ in pairs])
+        torch._foreach_mul_(lengths, [(s.shape[-2] * s.shape[-1]) ** -0.5 / FULL_STEP for s, _ in pairs])
         torch._foreach_clamp_min_(lengths, [1 / k for _, k in pairs])  # s k / max(1, k length), in one pass
         torch._foreach_div_([s for s, _ in pairs], lengths)
 

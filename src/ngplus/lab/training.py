@@ -108,6 +108,11 @@ def _claim(config: Config, folder: Path, resume: bool) -> None:
     write_json(folder / "config.json", config.as_dict())
 
 
+def _seed(seed: int) -> None:
+    """torch.manual_seed; without what that does for accelerators where there is none, most of a millisecond."""
+    torch.manual_seed(seed) if torch.accelerator.is_available() else torch.default_generator.manual_seed(seed)
+
+
 class _Session:
     """A run in progress: the model, its optimizer and what was measured."""
 
@@ -255,7 +260,7 @@ class _Session:
             if decay != 1.0 and isinstance(damping, int | float):
                 group["damping"] = damping * decay
         # dropout: other numbers in every step and process, the same after a kill
-        torch.manual_seed((config.seed * 1_000_003 + self.step) * 1_009 + self.rank)
+        _seed((config.seed * 1_000_003 + self.step) * 1_009 + self.rank)
         start = self._now()
         loss = _train_step(self.task, self.module, self.optimizer, batch)
         seconds = self._now() - start
