@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ def measure(
                     continue
                 rate = tuned * STEP**k
                 config = train.configure(chosen, "small", size, optimizer, seed=seed, lr=rate)
+                config = replace(config, evaluate_every=config.steps)  # what is asked for is the end
                 task = task or chosen.open(size, data)
                 seen: dict[int, float] = {}
                 evaluate = task.evaluate
