@@ -155,6 +155,23 @@ class PlainDefault(PlainTwoSided):
         return self.beta1 * self.m + (1 - self.beta1) * turned
 
 
+@pytest.mark.parametrize(
+    ("every", "early"),
+    [(1, [0]), (2, [0]), (3, [0, 1]), (10, [0, 1]), (11, [0, 1, 5]), (20, [0, 1, 5]), (51, [0, 1, 5, 25])],
+)
+def test_when_the_early_refreshes_come(every: int, early: list[int]) -> None:
+    """At the start and after 1, 5, 25, ... steps, below T/2; then every T from the last of these."""
+    model = nn.Linear(5, 3)
+    optimizer = ngplus.NGPlus(model, update_every=every)
+    refreshed = []
+    for k, (x, y) in enumerate(batches(early[-1] + every + 2)):
+        before = optimizer.state[model.weight].get("basis")
+        train(model, optimizer, x, y)
+        if optimizer.state[model.weight]["basis"] is not before:
+            refreshed.append(k)
+    assert refreshed[: len(early) + 1] == [*early, early[-1] + every]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_default(shape: tuple[int, int]) -> None:
     model = nn.Linear(*shape)

@@ -24,7 +24,7 @@ from ngplus import solve
 from ngplus.curvature import Group, State, clear, read, write
 
 NOISE = 100.0  # a root of a second moment below this many roundings of the root of the layer's mean one is noise
-FULL_STEP = 1.0  # the root mean square of Adam's first step, before the learning rate: no factored one is longer
+FULL_STEP = 1.0  # the root mean square of plain Adam's first step, before the learning rate: no factored one is longer
 SECOND = ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")  # the second moment: in full, or its means
 
 Pair = tuple[Tensor, Tensor]  # of a second moment, the means over rows and over columns: [.., p, 1] and [.., 1, D]
@@ -185,7 +185,10 @@ def _moments(state: State, turned: list[Tensor], group: Group) -> tuple[list[Ten
     factored = is_factored(group, *turned[0].shape[-2:])
     keys = ("exp_avg", *(SECOND[1:] if factored else SECOND[:1]))
     held = [read(state, key) for key in keys]
-    if group["step"] == 0 or None in held or not _same_shapes(held[0], turned):
+    fits = None not in held and _same_shapes(held[0], turned)
+    if fits and factored:
+        fits = all(r.shape[-1] == 1 == c.shape[-2] for r, c in zip(held[1] or [], held[2] or [], strict=True))
+    if group["step"] == 0 or not fits:
         clear(state, "exp_avg", *SECOND, "floor")
         narrow = [t[..., :1] for t in turned], [t[..., :1, :] for t in turned]  # the shapes of the means
         for key, like in zip(keys, (turned, *narrow) if factored else (turned, turned), strict=True):

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from functools import cache
-from itertools import count, takewhile
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,11 +30,13 @@ from ngplus.sync import DISTRIBUTIONS, Ranks, Replicas, Team
 OF_ALL = ("model", "batch_dim", "process_group", "distribution")  # arguments that no group has for itself
 
 
-@cache
-def _early(every: int) -> tuple[int, ...]:
-    """After how many steps the early refreshes come: none, 1, 5, 25, ..., below T/2."""
-    powers = (5**k for k in count())
-    return (0, *takewhile(lambda power: 2 * power < every, powers))
+def early_refreshes(every: int) -> list[int]:
+    """After how many steps the early ones come: none, 1, 5, 25, ..., below T/2."""
+    steps, power = [0], 1
+    while 2 * power < every:
+        steps.append(power)
+        power *= 5
+    return steps
 
 
 class BoundOptimizer(Optimizer):
@@ -203,7 +203,7 @@ class BoundOptimizer(Optimizer):
         if not matrix.cut_of(group).stacks:  # no side is curved
             return False
         step, every = group["step"], group["update_every"]
-        early = _early(every) if group["early_refreshes"] else (0,)
+        early = early_refreshes(every) if group["early_refreshes"] else [0]
         due = step in early if step < early[-1] else (step - early[-1]) % every == 0
         return due or not self._fitted(matrix)
 

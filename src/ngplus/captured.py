@@ -208,7 +208,7 @@ class CapturedOptimizer(BoundOptimizer):
         given: dict[int, list[Tensor]] = {}
         for team in self._teams:
             given.update(team.gather([m for m in present if self._team(m) is team]))
-        if len(self.state) < len(self._names):  # distributed checkpoints want an entry for every parameter
+        if len(self.state) != len(self._names):  # distributed checkpoints want an entry for every parameter
             for param in (param for matrix in present for param in matrix.params):
                 self.state.setdefault(param, {})
         for matrix in present:

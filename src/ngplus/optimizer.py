@@ -99,7 +99,8 @@ class NGPlus(CapturedOptimizer):
             ``scaling="inverse"``, and with ``"adaptive"`` 0.5 for ``"momentum"`` and 0.95 for ``"batch"``.
         beta2, eps: Adam's second beta and epsilon, for ``scaling="adaptive"`` and ``graft="adam"``.
         second_moment: of ``scaling="adaptive"``. ``"factored"`` keeps the means over rows and columns of the squared
-            gradient in its eigenbasis, m + n numbers; ``"full"``, all of them, as Adam does. Vectors always have all.
+            gradient in its eigenbasis, m + n numbers, and no step is longer than lr a number in the root mean square;
+            ``"full"``, all of them, as Adam does, without that bound. Vectors always have all.
         samples: size or fraction of the random sub-sample S of the batch; None is the whole batch.
         side: ``"smaller"`` (left where m <= n), ``"left"`` or ``"right"``. With ``scaling="adaptive"`` also ``"both"``:
             the bases of L and of R where the larger one has 640 rows or less; the smaller side's elsewhere, and of

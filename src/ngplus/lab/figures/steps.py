@@ -6,7 +6,8 @@ the same batches, the learning rate falling to zero in a line; every T has the b
 loss of its runs.
 
 T alone is looked at: the adaptive scaling has one side and the curvature of the last refresh, as the inverse has, and
-refreshes come every T steps only. Its default has both sides, an average, early refreshes and Nesterov's look ahead.
+refreshes come every T steps only. Its default has both sides, an average, early refreshes, second moments by rows and
+columns, and Nesterov's look ahead.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "scaling": "adaptive",
         "side": "smaller",
         "curvature": "sample",
+        "second_moment": "full",
         "early_refreshes": False,
         "nesterov": False,
     },

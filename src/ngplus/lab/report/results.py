@@ -16,7 +16,7 @@ RULE = f"""\
 NG+ is `{OURS}`, with its defaults and a tuned learning rate. It is compared with the best rival of each workload: the
 one that gets to the target with most of its seeds, and among those in the fewest steps (or in the least time, where
 that is the question). NG+ **wins** or **loses** where it gets there with more or fewer of its seeds, or, with as many,
-by the mean. A difference of at most {100 * TIE:.0f} %, or of one look at the validation set, is a **tie**."""
+by the mean. A difference of at most {100 * TIE:.0f} %, or in steps of one look at the validation set, is a **tie**."""
 
 
 def markdown(
