@@ -132,7 +132,7 @@ BUILD = {"resnet": 0.10, "transformer": 0.25, "mlp": 0.25}
 def build(name: str, one: Measurement) -> list[Row]:
     """What a refresh adds to a pass, against the pass without it."""
     found = []
-    for method, label in (("ngplus", ""), ("dense", ", solver dense")):
+    for method, label in (("ngplus", ""), ("dense", ", solver dense"), ("quarter", ", samples=0.25")):
         if f"{method}.plain.pass" in one.times:
             plain, refresh = one.times[f"{method}.plain.pass"], one.times[f"{method}.refresh.pass"]
             what = f"building all L or R against a forward and backward{label}: {one.numbers['problem']}"

@@ -17,6 +17,7 @@ from ngplus.lab.bench.timing import Stopwatch, Turn, take_turns
 # Small rates: the weights must stay where the numbers are ordinary ones, however many steps are made.
 INVERSE: dict[str, Any] = {"lr": 1e-5, "momentum": 0.9, "scaling": "inverse", "curvature": "sample", "damping": 0.3}
 ADAPTIVE: dict[str, Any] = {"lr": 1e-6, "early_refreshes": False}  # the defaults; T alone says which step refreshes
+QUARTER: dict[str, dict[str, Any]] = {"quarter": {"samples": 0.25}}  # L and R from a quarter of the batch
 FIRST_ORDER: dict[str, dict[str, Any]] = {"sgd": {"lr": 1e-5, "momentum": 0.9}, "adamw": {"lr": 1e-6}}
 
 
@@ -63,11 +64,11 @@ def measure_inverse(setting: Setting, problem: Problem, more: dict[str, dict[str
 
 
 def resnet(setting: Setting) -> Taken:
-    return measure_inverse(setting, PROBLEMS["resnet"](setting.quick))
+    return measure_inverse(setting, PROBLEMS["resnet"](setting.quick), QUARTER)
 
 
 def transformer(setting: Setting) -> Taken:
-    return measure_inverse(setting, PROBLEMS["transformer"](setting.quick))
+    return measure_inverse(setting, PROBLEMS["transformer"](setting.quick), QUARTER)
 
 
 def mlp(setting: Setting) -> Taken:
