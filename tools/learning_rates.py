@@ -5,7 +5,8 @@
 
 For each workload and optimizer, rates a factor of sqrt(2) apart around the tuned one, four to each side; further ones
 as long as the range is not closed. Its width is that of the interval around the best rate in which the loss, on
-straight lines over the logarithm of the rate, stays within 2 % of the best. With several seeds it is their mean.
+straight lines over the logarithm of the rate, stays within 2 % of the best. With several seeds it is their mean. The
+last column is the same for the bound of AdamW's best loss, as far as rates were tried.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ def measure(
                     status = training.run(config, task, final=False).status
                 finally:
                     task.evaluate = evaluate  # type: ignore[method-assign]
+                if status not in ("finished", "diverged"):
+                    raise SystemExit(f"{workload}, {optimizer} at {rate:.3g}: {status}")
                 loss = seen[len(seen) - 1] if status == "finished" else None
                 which = {"workload": workload, "optimizer": optimizer, "tuned": tuned, "k": k, "seed": seed}
                 rows.append({**which, "lr": rate, "loss": loss})
@@ -96,10 +99,11 @@ def curves(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, str], dict[int, fl
     return {key: {k: sum(v) / len(v) for k, v in sorted(curve.items())} for key, curve in by_key.items()}
 
 
-def interval(curve: dict[int, float]) -> tuple[float, float]:
-    """The ends, in steps of the rate, of the interval around the best one in which the loss is within 2 % of it."""
+def interval(curve: dict[int, float], bound: float | None = None) -> tuple[float, float]:
+    """The ends, in steps of the rate, of the interval around the best one in which the loss is below the bound, or
+    within 2 % of the best."""
     best = min(curve, key=lambda k: curve[k])
-    bound = curve[best] * WITHIN
+    bound = curve[best] * WITHIN if bound is None else bound
 
     def end(direction: int) -> float:
         k = best
@@ -115,18 +119,25 @@ def interval(curve: dict[int, float]) -> tuple[float, float]:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "| workload | optimizer | best loss | at lr | within 2 % | a factor of |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| workload | optimizer | best loss | at lr | within 2 % | a factor of | below AdamW's best | a factor of |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     found = curves(rows)
     for (workload, optimizer), curve in found.items():
         best = min(curve, key=lambda k: curve[k])
         tuned = next(r["tuned"] for r in rows if (r["workload"], r["optimizer"]) == (workload, optimizer))
         low, high = (tuned * STEP**k for k in interval(curve))
-        lines.append(
+        line = (
             f"| {workload} | {optimizer} | {curve[best]:.4g} | {tuned * STEP**best:.2g} "
-            f"| {low:.2g} to {high:.2g} | {high / low:.2f} |"
+            f"| {low:.2g} to {high:.2g} | {high / low:.2f} "
         )
+        bound = min(found.get((workload, "adamw"), {0: -math.inf}).values())
+        if optimizer != "adamw" and curve[best] < bound:
+            low, high = (tuned * STEP**k for k in interval(curve, bound))
+            line += f"| {low:.2g} to {high:.2g} | {high / low:.2f} |"
+        else:
+            line += "| | |"
+        lines.append(line)
     return lines
 
 
