@@ -103,6 +103,9 @@ def test_tune_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Path("tuning.db").exists()
 
 
+ALONE = ("--finalists", "1")
+
+
 def trials_of(name: str) -> list[dict[str, Any]]:
     held = json.loads(Path("presets/digits.json").read_text())["presets"]["small"][name]
     return list(held["tuning"]["trials"])
@@ -120,17 +123,17 @@ def test_a_trial_ends_when_nothing_more_is_to_be_learned(monkeypatch: pytest.Mon
     monkeypatch.setattr(training, "run", watched)
     common = ["--evaluate-every", "1", "--batch-size", "16", "--set", "width=4", "--steps", "8"]
     # any accuracy is enough, even the untrained model's
-    ngplus("tune", "digits", "-o", "adam", "--trials", "2", "--target", "0.0", *common)
+    ngplus("tune", "digits", "-o", "adam", "--trials", "2", "--target", "0.0", *common, *ALONE)
     assert ends == [("stopped", "target reached", 1)] * 2
     assert [trial["score"] for trial in trials_of("adam")] == [0.0] * 2
     ends.clear()
     # out of time at the first look
-    ngplus("tune", "digits", "-o", "sgd", "--trials", "1", "--target", "2.0", "--limit", "0", *common)
+    ngplus("tune", "digits", "-o", "sgd", "--trials", "1", "--target", "2.0", "--limit", "0", *common, *ALONE)
     assert ends == [("stopped", "out of time", 1)]
     assert trials_of("sgd")[0]["score"] > 1
     ends.clear()
     # out of reach: all runs go to half of their steps at least, and those behind the median no further
-    ngplus("tune", "digits", "-o", "adagrad", "--trials", "5", "--target", "2.0", *common)
+    ngplus("tune", "digits", "-o", "adagrad", "--trials", "5", "--target", "2.0", *common, *ALONE)
     assert len(ends) == 5
     assert all(
         (status, step) == ("finished", 8) or (status == "stopped" and reason == "behind" and 4 < step < 8)
@@ -142,7 +145,7 @@ def test_a_trial_that_cannot_win_ends() -> None:
     from ngplus.lab import optimizers, tune
 
     study = tune.open_study("sqlite:///one.db", "one", CONFIG)
-    made = tune.Plan(optimizers.get("sgd"), CONFIG, study, 3, 0, 1, "target", None)
+    made = tune.Plan(optimizers.get("sgd"), CONFIG, study, 3, 1, 0, 1, "target", None)
     study.tell(study.ask(), 0.3)  # the target after 30 of 100 steps
     look = tune.stopper(made, study.ask(), CONFIG)
     assert [look(step, 0.5) for step in (10, 20, 30)] == ["", "", "cannot win"]
@@ -332,5 +335,69 @@ def test_a_trial_of_several_seeds_has_their_mean() -> None:
     ngplus("tune", "digits", "-o", "adam", "--trials", "2", "--seeds", "2", "--objective", "final", *SHORT)
     held = json.loads(Path("presets/digits.json").read_text())["presets"]["small"]["adam"]["tuning"]
     assert held["seeds of the runs"] == [100, 101]
+    assert held["seeds of the finals"] == [100, 101, 102, 103]
     assert len(held["trials"]) == 2
     assert all(-1 <= trial["score"] <= 0 for trial in held["trials"])
+
+
+class Told:
+    """Runs that end as a test says: for each learning rate and seed the steps that it takes, of 100."""
+
+    def __init__(self, steps: dict[tuple[float, int], int]) -> None:
+        self.steps = steps
+        self.made: list[tuple[float, int, int]] = []
+
+    def __call__(self, config: runs.Config, *_: Any, on_look: Any, **options: Any) -> runs.Result:
+        rate = round(config.hyper["lr"], 4)
+        wanted = self.steps[rate, config.seed]
+        for step in range(10, 101, 10):
+            reason = on_look(step, 1.0 if step >= wanted else 0.5)
+            if reason or step == 100:
+                break
+        self.made.append((rate, config.seed, step))
+        looks = [{"step": step, "seconds": 1.0, "accuracy": 1.0 if step >= wanted else 0.5}]
+        return runs.summarise(config, looks, step, 1.0, 0, "stopped" if reason else "finished", reason)
+
+
+def test_the_best_trials_are_run_on_more_seeds_and_the_best_mean_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told({
+        (0.003, 100): 40, (0.003, 101): 50, (0.003, 102): 60,
+        (0.001, 100): 30, (0.001, 101): 100, (0.001, 102): 60,  # the best of the seed that all trials have
+        (0.009, 100): 80, (0.009, 101): 100, (0.009, 102): 90,
+    })  # fmt: skip
+    monkeypatch.setattr(training, "run", told)
+    arguments = ["tune", "digits", "-o", "adam", "--trials", "3", "--steps", "100", "--target", "0.9"]
+    said = ngplus(*arguments, "--warmup", "1")
+    assert "lr 0.003, the best of 3 trials with a score of 0.5;" in said
+    trials = told.made[:3]
+    assert trials == [(0.003, 100, 40), (0.001, 100, 30), (0.009, 100, 30)]  # the last one could not win any more
+    finals = told.made[3:]
+    assert finals == [
+        (0.001, 101, 100), (0.001, 102, 60),  # 190 steps in all, with the 30 of its trial
+        (0.003, 101, 50), (0.003, 102, 60),  # 150
+        (0.009, 100, 80), (0.009, 101, 70),  # its trial was cut short: made again, until it has as many
+    ]  # fmt: skip
+    held = {round(trial["hyper"]["lr"], 4): trial["scores of the finals"] for trial in trials_of("adam")}
+    assert held[0.001] == pytest.approx([0.3, 1.0, 0.6])
+    assert held[0.003] == pytest.approx([0.4, 0.5, 0.6])
+    assert len(held[0.009]) == 2
+    ngplus(*arguments, "--warmup", "1")  # all of it is in the storage
+    assert told.made[9:] == []
+
+
+def test_finals_that_were_broken_off_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told({(rate, seed): 50 for rate in (0.003, 0.001, 0.009) for seed in (100, 101, 102)})
+
+    def broken_off(config: runs.Config, *rest: Any, **options: Any) -> runs.Result:
+        if len(told.made) == 5:
+            raise KeyboardInterrupt
+        return told(config, *rest, **options)
+
+    arguments = ["tune", "digits", "-o", "adam", "--trials", "3", "--steps", "100", "--target", "0.9"]
+    monkeypatch.setattr(training, "run", broken_off)
+    ngplus(*arguments, code=130)
+    assert not Path("presets/digits.json").exists()
+    monkeypatch.setattr(training, "run", told)
+    ngplus(*arguments)
+    assert len(told.made) == 9
+    assert len(trials_of("adam")[0]["scores of the finals"]) == 3

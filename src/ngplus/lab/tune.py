@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 
     from ngplus.lab.optimizers import Range, Rival
     from ngplus.lab.runs import Config, Result
+    from ngplus.lab.training import OnLook
     from ngplus.lab.workloads import Task
 
 FAILED = 10.0  # the score of a run that diverged, where steps to the target count
 OPENING = (1.0, 1 / 3, 3.0)  # what the default learning rate is multiplied by in the first trials
 TUNING_SEED = 100  # a comparison's seeds are 0, 1, 2, …: nothing is tuned on them
+MORE_SEEDS = 2  # on which the best trials are run again
+BEATEN, BEHIND = "cannot win", "behind"  # why a run of a trial ends early
+FINALS = "scores of the finalists"  # a study's own record of these runs
 
 
 def register(app: typer.Typer) -> None:
@@ -43,6 +47,9 @@ def tune(
     preset: options.PresetName = "small",
     seed: Annotated[int, typer.Option(min=0, help="Of Optuna's sampler.")] = 0,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of a trial, seeds 100, 101, …; the score is their mean.")] = 1,
+    finalists: Annotated[
+        int, typer.Option(min=1, help=f"Trials that are run on {MORE_SEEDS} more seeds at the end; 1 for none.")
+    ] = 3,
     objective: Annotated[
         str, typer.Option(help="target: steps until the target; final: the measure at the end.")
     ] = "target",
@@ -57,7 +64,7 @@ def tune(
 ) -> None:
     """Tune an optimizer on a workload: trials with its defaults, a third and three times the learning rate come first.
 
-    The others come from Optuna's TPE sampler.
+    The others come from Optuna's TPE sampler. At the end the best of them are run on more seeds; the best mean wins.
 
     The study stays in the storage: break off at any time, and the same command goes on. Several processes, on several
     machines with a database URL, share the trials of a study. The best settings go into presets/WORKLOAD.json with all
@@ -84,17 +91,18 @@ def tune(
             for rival in wanted:
                 base = shared.configure(chosen, preset, size, rival, seed=TUNING_SEED, hyper={}, presets=presets)
                 study = open_study(storage, f"{name}-{preset}-{rival}-{suffix}", base)
-                plans.append(Plan(rivals.get(rival), base, study, trials, seed, seeds, objective, limit))
+                plans.append(Plan(rivals.get(rival), base, study, trials, finalists, seed, seeds, objective, limit))
             parts.append((chosen.open(size, data), plans))
         written: set[str] = set()
         # What other processes are at is left to them at first; at the end it is made here if it never came.
         for patient in (True, False):
             for task, plans in parts:
                 for plan in plans:
-                    with shared.bars(console, trials * seeds) as board:
+                    with shared.bars(console, plan.most_runs()) as board:
                         while plan.missing(patient) > 0:
                             make_trial(plan, patient, task, device, board)
-                    if len(plan.counted()) == trials and plan.study.study_name not in written:
+                        make_finals(plan, patient, task, device, board)
+                    if plan.ended() and plan.study.study_name not in written:
                         written.add(plan.study.study_name)
                         path = tuned.store(plan.base, tuned.Tuned(*plan.best()), presets)
                         console.print(f"{plan.sentence()}; written to {shared.shown(str(path))}", highlight=False)
@@ -108,10 +116,14 @@ class Plan:
     base: Config
     study: optuna.Study
     trials: int
+    finalists: int
     seed: int
     seeds: int
     objective: str
     limit: float | None
+
+    def most_runs(self) -> int:
+        return self.trials * self.seeds + (self.finalists * (self.seeds + MORE_SEEDS) if self.finalists > 1 else 0)
 
     def missing(self, patient: bool, before: float = math.inf) -> int:
         """Trials still to be made, those that somebody is at not among them where ``patient``; of those with a number
@@ -128,25 +140,45 @@ class Plan:
         done = self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
         return done[: self.trials]
 
-    def winner(self) -> optuna.trial.FrozenTrial:
-        return min(self.counted(), key=lambda trial: math.inf if trial.value is None else trial.value)
+    def ranked(self) -> list[optuna.trial.FrozenTrial]:
+        return sorted(self.counted(), key=_value)
+
+    def finals(self) -> dict[str, list[float]]:
+        """The scores of the finalists' runs, by the number of their trial: those that have ended."""
+        found: dict[str, list[float]] = self.study.user_attrs.get(FINALS, {})
+        return found
+
+    def ended(self) -> bool:
+        """Are all trials there, and all runs of the finalists?"""
+        if len(self.counted()) < self.trials:
+            return False
+        return self.finalists == 1 or all(str(t.number) in self.finals() for t in self.ranked()[: self.finalists])
+
+    def winner(self) -> tuple[optuna.trial.FrozenTrial, float]:
+        """The best trial and its score: the best mean of the finalists, where there are any."""
+        ranked = self.ranked()
+        if self.finalists == 1:
+            return ranked[0], _value(ranked[0])
+        # one that was left off, as it could not win any more, has fewer runs
+        full = [t for t in ranked if len(self.finals().get(str(t.number), ())) == self.seeds + MORE_SEEDS]
+        means = {t.number: statistics.mean(self.finals()[str(t.number)]) for t in full}
+        best = min(full, key=lambda trial: means[trial.number])
+        return best, means[best.number]
 
     def best(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Settings, changes of the run (none), and how they were found, for the preset and the report."""
-        return self.winner().params, {}, story(self)
+        return self.winner()[0].params, {}, story(self)
 
     def sentence(self) -> str:
-        winner = self.winner()
+        winner, value = self.winner()
         found = ", ".join(f"{key} {value:.4g}" for key, value in winner.params.items())
         where = f"{self.base.workload}, {self.rival.name}"
-        return f"{where}: {found}, the best of {self.trials} trials with a score of {winner.value:.4g}"
+        return f"{where}: {found}, the best of {self.trials} trials with a score of {value:.4g}"
 
 
 def make_trial(plan: Plan, patient: bool, task: Task, device: str, board: shared.Board) -> None:
     """The next trial of a study: its runs, and their mean score."""
     import optuna
-
-    from ngplus.lab import training
 
     study, base = plan.study, plan.base
     trial = study.ask()
@@ -161,16 +193,46 @@ def make_trial(plan: Plan, patient: bool, task: Task, device: str, board: shared
     scores = []
     for number in range(plan.seeds):
         config = replace(base, hyper={**base.hyper, **hyper}, seed=TUNING_SEED + number)
-        on_look = stopper(plan, trial, config)
-        on_step = board.start(config)
-        result = training.run(config, task, device=device, on_step=on_step, on_look=on_look, final=False)
-        if result.status == "interrupted":
-            raise KeyboardInterrupt
+        result = make_run(config, task, device, board, stopper(plan, trial, config))
         if result.status == "diverged":
             trial.set_user_attr("diverged", True)
+        if result.reason in (BEATEN, BEHIND):
+            trial.set_user_attr("cut short", True)
         scores.append(score(config, result, plan.objective))
-        board.end(config, result)
+    trial.set_user_attr("scores", scores)
     study.tell(trial, statistics.mean(scores))
+
+
+def make_run(config: Config, task: Task, device: str, board: shared.Board, on_look: OnLook) -> Result:
+    from ngplus.lab import training
+
+    on_step = board.start(config)
+    result = training.run(config, task, device=device, on_step=on_step, on_look=on_look, final=False)
+    if result.status == "interrupted":
+        raise KeyboardInterrupt
+    board.end(config, result)
+    return result
+
+
+def make_finals(plan: Plan, patient: bool, task: Task, device: str, board: shared.Board) -> None:
+    """The best trials on more seeds: one seed alone may like a learning rate that others do not. Where ``patient``, a
+    process that has begun with them is left to it."""
+    if plan.finalists == 1 or len(plan.counted()) < plan.trials or (patient and FINALS in plan.study.user_attrs):
+        return
+    plan.study.set_user_attr(FINALS, plan.finals())
+    wanted = plan.seeds + MORE_SEEDS
+    for trial in plan.ranked()[: plan.finalists]:
+        finals = plan.finals()
+        if str(trial.number) in finals:
+            continue
+        # the least sum of scores of those before: from there on this one cannot win
+        least = min((sum(scores) for scores in finals.values() if len(scores) == wanted), default=math.inf)
+        scores = [] if trial.user_attrs.get("cut short") else list(trial.user_attrs.get("scores", ()))
+        while len(scores) < wanted and not (plan.objective == "target" and sum(scores) >= least):
+            config = replace(plan.base, hyper={**plan.base.hyper, **trial.params}, seed=TUNING_SEED + len(scores))
+            result = make_run(config, task, device, board, final_stopper(plan, config, least - sum(scores)))
+            scores.append(score(config, result, plan.objective))
+        plan.study.set_user_attr(FINALS, {**plan.finals(), str(trial.number): scores})
 
 
 def narrowed(ranges: Mapping[str, Range], trials: Iterable[optuna.trial.FrozenTrial]) -> dict[str, Range]:
@@ -184,27 +246,49 @@ def narrowed(ranges: Mapping[str, Range], trials: Iterable[optuna.trial.FrozenTr
     return held
 
 
-def stopper(plan: Plan, trial: optuna.Trial, config: Config) -> Callable[[int, float | None], str]:
+def stopper(plan: Plan, trial: optuna.Trial, config: Config) -> OnLook:
     """Ends a run of which nothing more is to be learned: the rules of ``docs/laboratory.md``, the same for all."""
-    start = time.process_time()
     scores = [t.value for t in plan.counted() if t.value is not None]
     # with one run for a trial and steps to the target as its score, there is a step from which on it cannot win
     alone = plan.seeds == 1 and plan.objective == "target"
     enough = config.steps * min([1.0, *scores]) if alone else math.inf
 
-    def on_look(step: int, value: float | None) -> str:
-        if plan.limit is not None and time.process_time() - start > plan.limit:
-            return "out of time"
-        if not alone or value is None:
+    def on_look(step: int, value: float) -> str:
+        if not alone:
             return ""
         if config.reached(value):
             return "target reached"
         trial.report(-value if config.higher_is_better else value, step)
         if step == config.steps:
             return ""
-        return "cannot win" if step >= enough else "behind" if trial.should_prune() else ""
+        return BEATEN if step >= enough else BEHIND if trial.should_prune() else ""
 
-    return on_look
+    return limited(plan.limit, on_look)
+
+
+def final_stopper(plan: Plan, config: Config, least: float) -> OnLook:
+    """Ends a finalist's run at the target, or when its score cannot be below ``least`` any more."""
+
+    def on_look(step: int, value: float) -> str:
+        if plan.objective != "target":
+            return ""
+        if config.reached(value):
+            return "target reached"
+        return BEATEN if step < config.steps and step >= config.steps * least else ""
+
+    return limited(plan.limit, on_look)
+
+
+def limited(limit: float | None, on_look: Callable[[int, float], str]) -> OnLook:
+    """``on_look`` for looks that have seen the measure; and an end after ``limit`` CPU seconds."""
+    start = time.process_time()
+
+    def look(step: int, value: float | None) -> str:
+        if limit is not None and time.process_time() - start > limit:
+            return "out of time"
+        return "" if value is None else on_look(step, value)
+
+    return look
 
 
 def open_study(storage: str, name: str, base: Config) -> optuna.Study:
@@ -279,16 +363,28 @@ def story(plan: Plan) -> dict[str, Any]:
     import optuna
 
     limit = {} if plan.limit is None else {"limit of a run in CPU seconds": plan.limit}
+    finals = plan.finals() if plan.finalists > 1 else {}
+    seeds = [TUNING_SEED + number for number in range(plan.seeds + MORE_SEEDS)]
+    trials = []
+    for trial in plan.counted():
+        again = finals.get(str(trial.number))
+        more = {} if again is None else {"scores of the finals": [_number(value) for value in again]}
+        trials.append({"hyper": trial.params, "score": _number(trial.value), **more})
     return {
         "study": plan.study.study_name,
         "sampler": f"Optuna {optuna.__version__}, TPE, seed {plan.seed}",
         "objective": plan.objective,
-        "seeds of the runs": [TUNING_SEED + number for number in range(plan.seeds)],
+        "seeds of the runs": seeds[: plan.seeds],
+        **({"seeds of the finals": seeds} if finals else {}),
         "steps": plan.base.steps,
         "target": plan.base.target,
         **limit,
-        "trials": [{"hyper": trial.params, "score": _number(trial.value)} for trial in plan.counted()],
+        "trials": trials,
     }
+
+
+def _value(trial: optuna.trial.FrozenTrial) -> float:
+    return math.inf if trial.value is None else trial.value
 
 
 def _number(value: float | None) -> float | None:

@@ -88,13 +88,15 @@ def _tuning(section: Section) -> str:
         shown = "; ".join(_trial(trial) for trial in found)
         rest = _pairs({key: value for key, value in told.items() if key != "trials"})
         lines.append((row.optimizer, f"{len(found)} trials. {rest}", shown))
-    return _words(("optimizer", "study", "trials: settings → score, smaller is better"), lines)
+    return _words(("optimizer", "study", "trials: settings → score, smaller is better (those of the finals)"), lines)
 
 
 def _trial(trial: Any) -> str:
     if not isinstance(trial, Mapping) or not isinstance(trial.get("hyper"), Mapping):
         return str(trial)
-    return f"{_pairs(trial['hyper'])} → {_value(trial.get('score'))}"
+    again = trial.get("scores of the finals")
+    more = f" ({', '.join(map(_value, again))})" if isinstance(again, list) else ""
+    return f"{_pairs(trial['hyper'])} → {_value(trial.get('score'))}{more}"
 
 
 def _environment(section: Section) -> str:

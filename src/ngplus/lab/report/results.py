@@ -60,15 +60,19 @@ def _conditions(sections: Sequence[Section]) -> str:
     threads = either(run.environment.get("threads", "?") for run in runs)
     each = "one thread each" if threads == "1" else f"{threads} threads each"
     trials: set[int] = set()
+    finals: set[str] = set()
     published: set[str] = set()
     untuned: set[str] = set()
     for run in runs:
         tuning, who = run.config.tuning, f"{run.config.optimizer} on {run.config.workload}"
         if tuning and tuning.get("trials"):
             trials.add(len(tuning["trials"]))
+            again = sum(isinstance(trial, dict) and "scores of the finals" in trial for trial in tuning["trials"])
+            finals.add(f"the best {again} of them on {len(tuning['seeds of the finals'])} seeds" if again else "")
         else:
             (published if tuning else untuned).add(who)
     told = f"Every optimizer was tuned with {either(sorted(trials))} trials" if trials else "Nothing was tuned"
+    told += f", {next(iter(finals))}" if len(finals) == 1 and finals != {""} else ""
     rest = f"; with a published recipe: {_listed(published)}" if published else ""
     rest += f"; not tuned, but with their defaults: {_listed(untuned)}" if trials and untuned else ""
     return (
