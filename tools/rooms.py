@@ -42,7 +42,7 @@ ROOMS = (
     Room(
         "curvature",
         "L, its average and inverse, as state",
-        ("adaptive", "background", "curvature"),
+        ("adaptive", "alike", "background", "curvature"),
         ("gfim", "solve", "capture"),
     ),
     Room("sync", "what crosses ranks", ("sharding", "sharing", "sync"), ("gfim", "solve", "capture", "curvature")),

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ngplus import solve
+from ngplus.alike import alone, bundled
 from ngplus.curvature import Group, State, clear, read, write
 
 NOISE = 100.0  # a root of a second moment below this many roundings of the root of the layer's mean one is noise
@@ -57,9 +58,23 @@ def carry_moments(state: State, new: Sequence[Tensor], group: Group) -> None:
 def steps(works: Sequence[tuple[State, list[Tensor]]], group: Group) -> list[list[Tensor]]:
     """Adam's steps in the eigenbases of many matrices with one group's options; their gradients come in stacks.
 
-    Of each matrix one or two products with Q and its transpose; what is elementwise is done for all matrices in one
-    call, so that many small layers cost little more than one large one.
+    Of each matrix one or two products with Q and its transpose, of small ones of the same shape in one call; what is
+    elementwise is done for all matrices in one call. So many small layers cost little more than one large one.
     """
+    kept = [_kept(state, stacks, group) for state, stacks in works]
+    bundles = bundled(works, kept) if group["step"] > 0 else alone(works)  # at the first step the moments begin anew
+    made = _steps([bundle.work for bundle in bundles], group)
+    spread = dict(pair for bundle, stacks in zip(bundles, made, strict=True) for pair in bundle.spread(stacks))
+    return [spread[i] for i in range(len(works))]
+
+
+def _kept(state: State, stacks: list[Tensor], group: Group) -> list[str]:
+    """The names of what a matrix keeps between steps: bases and moments."""
+    second = SECOND[1:] if is_factored(group, *stacks[0].shape[-2:]) else SECOND[:1]
+    return [key for key in ("basis", "basis_tail") if key in state] + ["exp_avg", *second]
+
+
+def _steps(works: Sequence[tuple[State, list[Tensor]]], group: Group) -> list[list[Tensor]]:
     beta1, beta2 = group["momentum"], group["beta2"]
     bases = [q for state, stacks in works for q in _bases(state, stacks)]
     gradients = [g for _, stacks in works for g in stacks]
@@ -74,12 +89,12 @@ def steps(works: Sequence[tuple[State, list[Tensor]]], group: Group) -> list[lis
         counts += [int(state["adam_step"])] * len(own)
     _take_in_squares(second, turned, 1 - beta2)
     torch._foreach_lerp_(first, turned, 1 - beta1)
-    ahead = list(torch._foreach_lerp(first, turned, 1 - beta1)) if group["nesterov"] else first
+    ahead = list(torch._foreach_lerp(first, turned, 1 - beta1)) if group["nesterov"] else [m.clone() for m in first]
     # With c = 1 - beta2^t: m / (sqrt(v / c) + floor) = sqrt(c) m / (sqrt(v) + sqrt(c) floor), in as few passes as can.
     roots = [(1 - beta2**count) ** 0.5 for count in counts]
-    out = list(torch._foreach_div(ahead, _denominators(works, second, roots, group)))
-    _scale(out, second, [root / (1 - beta1**count) for root, count in zip(roots, counts, strict=True)])
-    return _split_like([_out_of(q, s) for q, s in zip(bases, out, strict=True)], works)
+    torch._foreach_div_(ahead, _denominators(works, second, roots, group))
+    _scale(ahead, second, [root / (1 - beta1**count) for root, count in zip(roots, counts, strict=True)])
+    return _split_like([_out_of(q, s) for q, s in zip(bases, ahead, strict=True)], works)
 
 
 def _scale(steps: Sequence[Tensor], second: Sequence[Tensor | Pair], by: Sequence[float]) -> None:
