@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import warnings
 from typing import Any
 
@@ -12,6 +14,7 @@ from linear_cases import LAMBDA, SHAPES, batches, compare, matrix_of, per_sample
 from torch import Tensor, nn
 
 import ngplus
+from ngplus import matrices
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -210,6 +213,102 @@ def test_adaptive_scaling_of_both_sides(shape: tuple[int, int], every: int, kind
         shape=shape,
         **{**BARE, "side": "both", "update_every": every, "momentum": 0.8, "beta2": 0.95, "second_moment": kind},
     )
+
+
+class PlainBlocks(PlainDefault):
+    """The default for long sides: a basis for each block of a side, of as few equal ones as can be."""
+
+    def __init__(self, whole: int, block: int) -> None:
+        super().__init__()
+        self.whole, self.block = whole, block
+
+    def basis(self, matrix: Tensor) -> Tensor:
+        d = matrix.shape[-1]
+        if d <= self.whole:
+            return super().basis(matrix)
+        count = math.ceil(d / self.block)
+        size = math.ceil(d / count)
+        blocks = [matrix[:, at : at + size, at : at + size] for at in range(0, d, size)]
+        return torch.block_diag(*(super(PlainBlocks, self).basis(block)[0] for block in blocks))[None]
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks"),
+    [((5, 7), 2 + 3), ((6, 6), 2 + 3), ((8, 5), 2 + 3), ((12, 4), 1 + 5), ((3, 15), 1 + 5), ((5, 4), 1 + 2)],
+)
+def test_long_sides_have_a_basis_for_each_block(
+    shape: tuple[int, int], blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("WHOLE", 4), ("BLOCK", 3)):
+        monkeypatch.setattr(matrices, name, value)
+    model = nn.Linear(*shape)
+    plain, optimizer = PlainBlocks(4, 3), ngplus.NGPlus(model)
+    for k, (x, y) in enumerate(batches(30, features=shape[0], outputs=shape[1])):
+        before = matrix_of(model)
+        wanted = plain(k, per_sample(model, x, y), before)
+        train(model, optimizer, x, y)
+        assert ref.relative_error(before - matrix_of(model), 0.01 * wanted) < 1e-6, k
+    entry = optimizer.plan()["weight"]
+    assert (entry.side, entry.blocks) == ("both", blocks)
+    planned = ngplus.NGPlus(nn.Linear(*shape)).plan(batch_size=6)["weight"]
+    assert (planned.blocks, planned.side) == (entry.blocks, "both")
+    floor = 8  # and the spectrum's roundings, one number
+    assert abs(entry.state_bytes - planned.state_bytes) <= floor
+
+
+@pytest.mark.parametrize(
+    ("shape", "side", "blocks"),
+    [
+        ((640, 300), "both", 2),
+        ((640, 640), "both", 2),
+        ((641, 640), "both", 1 + 6),
+        ((2000, 600), "both", 1 + 16),
+        ((2401, 600), "left", 1),
+        ((4096, 1024), "both", 8 + 32),
+        ((4097, 1024), "left", 8),
+        ((100, 5000), "right", 1),
+    ],
+)
+def test_which_sides_the_default_curves(shape: tuple[int, int], side: str, blocks: int) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(*shape, bias=False)
+    (entry,) = ngplus.NGPlus(model).plan(batch_size=8)
+    assert (entry.side, entry.blocks) == (side, blocks)
+    (entry,) = ngplus.NGPlus(model, side="both").plan(batch_size=8)
+    assert (entry.side, entry.blocks) == (
+        ("both", 2) if max(shape) <= 640 else ("left" if shape[0] >= shape[1] else "right", 1)
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"curvature": "batch"}, {"second_moment": "full"}, {"drift": 0.1}], ids=str)
+def test_blocks_of_both_sides_of_every_kind_of_layer(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups, patches, sequences and a checkpoint on the way: with blocks as long as the sides it is the default."""
+
+    def trained(**constants: int) -> list[Tensor]:
+        for name, value in constants.items():
+            monkeypatch.setattr(matrices, name, value)
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv1d(4, 6, 3, groups=2), nn.Tanh(), nn.Conv1d(6, 7, 2), nn.Tanh(), nn.Linear(3, 9), nn.Tanh(),
+            nn.Flatten(), nn.Linear(63, 5),
+        )  # fmt: skip
+        optimizer = ngplus.NGPlus(model, lr=0.01, update_every=3, **options)
+        for k in range(8):
+            if k == 5:
+                held = copy.deepcopy(optimizer.state_dict())
+                optimizer = ngplus.NGPlus(model, lr=0.01, update_every=3, **options)
+                optimizer.load_state_dict(held)
+            train(model, optimizer, torch.randn(6, 4, 6), torch.randn(6, 5))
+        found = [p.detach().clone() for p in model.parameters()]
+        assert all(p.isfinite().all() for p in found)
+        return found
+
+    whole = trained()
+    blocks = trained(WHOLE=0, BLOCK=100, LONGER=100)
+    for one, other in zip(whole, blocks, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+    cut = trained(WHOLE=3, BLOCK=2)
+    assert not any(torch.allclose(one, other) for one, other in zip(whole, cut, strict=True))
 
 
 def test_a_table_without_a_basis_has_means_over_its_rows_and_columns() -> None:

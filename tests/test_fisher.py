@@ -259,7 +259,7 @@ def test_both_sides_of_gradients_that_are_written_out_once(positions: int, m: in
     dense = factors.gradients(slice(None) if index is None else index, torch.float64)
     for side, d, other in (("left", m, n), ("right", n, m)):
         for room in (8, 2**20):
-            cut = BothSides(2, d, d, other)
+            cut = BothSides(2, d, d, other, other)
             first, second = gfim_sums(factors, side, cut, samples=index, chunk_bytes=room, dtype=torch.float64)
             close(first, plain_gfim(dense, side))
             close(second, plain_gfim(dense, _other(side)))

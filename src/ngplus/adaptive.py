@@ -16,13 +16,15 @@ On the way from gradient to step: the direction, where ``scaling`` is "adaptive"
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ngplus import solve
 from ngplus.alike import alone, bundled
-from ngplus.curvature import Group, State, clear, read, write
+from ngplus.blocks import Cut
+from ngplus.curvature import TAILS, Group, State, clear, read, write
 
 NOISE = 100.0  # a root of a second moment below this many roundings of the root of the layer's mean one is noise
 FULL_STEP = 1.0  # the root mean square of plain Adam's first step, before the learning rate: no factored one is longer
@@ -38,18 +40,18 @@ def carry_moments(state: State, new: Sequence[Tensor], group: Group) -> None:
         clear(state, "exp_avg", *SECOND, "floor")
         return
     change = [q.mT @ o.to(q) for q, o in zip(new, old, strict=True)]
-    shares = [p.square() for p in change]
     first, full, rows, cols = (read(state, key) for key in ("exp_avg", *SECOND))
-    both = first is not None and len(first) < len(change)  # two sides of one gradient
-    for key, moments, turns in (("exp_avg", first, change), ("exp_avg_sq", full, shares)):
-        if moments is not None and both:
-            write(state, key, [turns[0] @ moments[0].to(turns[0]) @ turns[1].mT])
-        elif moments is not None:
-            write(state, key, [solve.times(p, m.to(p)) for p, m in zip(turns, moments, strict=True)])
-    if rows is not None:
-        write(state, "exp_avg_sq_row", [p @ row.to(p) for p, row in zip(shares, rows, strict=not both)])
-    if cols is not None and both:
-        write(state, "exp_avg_sq_col", [cols[0].to(shares[1]) @ shares[1].mT])
+    held = first or full
+    if held is not None:
+        turns = _bases(change, held)
+        shares = [(_squared(left), _squared(right)) for left, right in turns]
+        for key, moments, each in (("exp_avg", first, turns), ("exp_avg_sq", full, shares)):
+            if moments is not None:
+                write(state, key, [_out_of(p, m.to(p[0][0])) for p, m in zip(each, moments, strict=True)])
+        if rows is not None:
+            write(state, "exp_avg_sq_row", [_along(p[0], row.to(p[0][0])) for p, row in zip(shares, rows, strict=True)])
+        if cols is not None:
+            write(state, "exp_avg_sq_col", [_across(c.to(p[0][0]), p[1]) for p, c in zip(shares, cols, strict=True)])
     second = read(state, "exp_avg_sq") or read(state, "exp_avg_sq_row")
     if second is not None:
         state["floor"] = _floor(state, second, group)
@@ -71,12 +73,12 @@ def steps(works: Sequence[tuple[State, list[Tensor]]], group: Group) -> list[lis
 def _kept(state: State, stacks: list[Tensor], group: Group) -> list[str]:
     """The names of what a matrix keeps between steps: bases and moments."""
     second = SECOND[1:] if is_factored(group, *stacks[0].shape[-2:]) else SECOND[:1]
-    return [key for key in ("basis", "basis_tail") if key in state] + ["exp_avg", *second]
+    return [name for tail in TAILS if (name := "basis" + tail) in state] + ["exp_avg", *second]
 
 
 def _steps(works: Sequence[tuple[State, list[Tensor]]], group: Group) -> list[list[Tensor]]:
     beta1, beta2 = group["momentum"], group["beta2"]
-    bases = [q for state, stacks in works for q in _bases(state, stacks)]
+    bases = [q for state, stacks in works for q in _bases(read(state, "basis"), stacks)]
     gradients = [g for _, stacks in works for g in stacks]
     turned = [_into(q, g) for q, g in zip(bases, gradients, strict=True)]
     first: list[Tensor] = []
@@ -174,7 +176,7 @@ def _roots(pairs: Sequence[Pair]) -> Sequence[Tensor]:
 def sparse_steps(state: State, stacks: list[Tensor], group: Group) -> list[Tensor]:
     """The same for the rows of a sparse gradient. They come and go, so nothing is kept for them: no first moment, and
     one second moment for each direction of the basis, the mean over the rows touched."""
-    bases, beta2 = _bases(state, stacks), group["beta2"]
+    bases, beta2 = _bases(read(state, "basis"), stacks), group["beta2"]
     turned = [_into(q, g) for q, g in zip(bases, stacks, strict=True)]
     squares = [t.square().mean(-1, keepdim=True) for t in turned]
     second = read(state, "exp_avg_sq")
@@ -229,30 +231,66 @@ def _floor(state: State, second: Sequence[Tensor], group: Group) -> Tensor:
     return NOISE * torch.finfo(mean.dtype).eps * mean.sqrt()
 
 
-Bases = tuple[Tensor | None, Tensor | None]  # of the curved side, and of the other one where that is curved, too
+Blocks = Sequence[Tensor]  # of one side: the bases of its blocks, or the one of the whole side; none where it is flat
+Bases = tuple[Blocks, Blocks]  # of the first curved side, and of the other one where that is curved, too
 
 
-def _bases(state: State, stacks: Sequence[Tensor]) -> list[Bases]:
-    """For each stack of a gradient the basis, or the two, that it is turned into."""
-    held = read(state, "basis")
+def _bases(held: Blocks | None, stacks: Sequence[Tensor]) -> list[Bases]:
+    """For each stack of a gradient the bases that it is turned into."""
     if held is None:  # no side is curved
-        return [(None, None)] * len(stacks)
-    if len(held) > len(stacks):
-        return [(held[0], held[1])]
-    return [(basis, None) for basis in held]
+        return [((), ())] * len(stacks)
+    if len(held) == len(stacks):
+        return [((basis,), ()) for basis in held]
+    (gradient,) = stacks  # of which both sides are curved
+    groups, d, _ = gradient.shape
+    ends = list(accumulate(len(q) * q.shape[-1] for q in held))
+    first = ends.index(groups * d) + 1
+    return [(held[:first], held[first:])]
 
 
 def _into(bases: Bases, gradient: Tensor) -> Tensor:
     """Q^T G, or Q_L^T G Q_R."""
     first, second = bases
-    turned = gradient if first is None or first.shape[-1] == 1 else solve.times(first.mT, gradient)
-    return turned if second is None else torch.bmm(turned, second)
+    return _across(_along(_turned(first), gradient), _turned(second))
 
 
 def _out_of(bases: Bases, step: Tensor) -> Tensor:
+    """Q S, or Q_L S Q_R^T."""
     first, second = bases
-    turned = step if first is None or first.shape[-1] == 1 else solve.times(first, step)  # a basis of one is 1
-    return turned if second is None else torch.bmm(turned, second.mT)
+    return _across(_along(first, step), second)
+
+
+def _along(blocks: Blocks, x: Tensor) -> Tensor:
+    """Q X, with Q of blocks along its diagonal."""
+    if not blocks or blocks[0].shape[-1] == 1:  # a basis of one is 1
+        return x
+    if len(blocks) == 1 and len(blocks[0]) == len(x):
+        return solve.times(blocks[0], x)
+    cut = Cut.of(len(x), x.shape[1], blocks[0].shape[-1])
+    return cut.merge([solve.times(q, part) for q, part in zip(blocks, cut.split(x), strict=True)])
+
+
+def _across(x: Tensor, blocks: Blocks) -> Tensor:
+    """X Q^T, each block of columns at its place."""
+    if not blocks:
+        return x
+    if len(blocks) == 1 and len(blocks[0]) == len(x):
+        return torch.bmm(x, blocks[0].mT)
+    out, at = x.new_empty(x.shape), 0
+    for stack in blocks:
+        for q in stack.unflatten(0, (len(x), -1)).unbind(1):
+            columns = slice(at, at + q.shape[-1])
+            torch.bmm(x[..., columns], q.mT, out=out[..., columns])
+            at += q.shape[-1]
+    return out
+
+
+def _turned(blocks: Blocks) -> Blocks:
+    return [q.mT for q in blocks]
+
+
+def _squared(blocks: Blocks) -> Blocks:
+    return [q.square() for q in blocks]
 
 
 def _same_shapes(held: Sequence[Tensor] | None, wanted: Sequence[Tensor]) -> bool:

@@ -68,7 +68,7 @@ def _kind(state: State, stacks: list[Tensor], keys: Sequence[str]) -> object:
     first = stacks[0]
     if len(stacks) > 1 or len(first) > 1 or first.numel() > SMALL or torch.compiler.is_compiling():
         return None
-    if any(key not in state for key in keys) or state["exp_avg"].shape != first.shape:
+    if any(len(state.get(key, ())) != 1 for key in keys) or state["exp_avg"].shape != first.shape:
         return None
     if "basis" in state and "floor" not in state:
         return None

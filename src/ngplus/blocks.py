@@ -1,8 +1,8 @@
 """The block-diagonal form: how the curved dimension d is cut into blocks of p, the last of any size.
 
 A cut matrix is a list of one or two stacks, [groups * blocks, p, D] and, where p does not divide d, [groups, rest, D].
-Without a block size there is one stack with one block a group. Where both sides are curved there are two, one for each
-side, and where none is there is no stack; the gradient then stays whole.
+Without a block size there is one stack with one block a group. Where both sides are curved there are those of the one
+and then those of the other, and where none is there is no stack; the gradient then stays whole.
 
 Tensors only.
 
@@ -17,6 +17,11 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+
+
+def even_size(d: int, largest: int) -> int:
+    """The size of as few blocks as can be, none above ``largest`` and all as good as equal."""
+    return -(-d // -(-d // largest))
 
 
 @dataclass(frozen=True)
@@ -114,20 +119,28 @@ class NoSides(Cut):
 
 @dataclass(frozen=True)
 class BothSides(Cut):
-    """Both sides of a matrix curved (``side="both"``): two matrices a group, for d and for the other dimension.
+    """Both sides of a matrix curved (``side="both"``): for d and for the other dimension, each whole or in blocks.
 
-    The gradient stays one stack; only what is made of the sides, their products and bases, comes in two.
+    The gradient stays one stack; only what is made of the sides, their products and bases, comes in those of each.
     """
 
     other: int = 0
+    other_size: int = 0
+
+    @cached_property
+    def first(self) -> Cut:
+        return Cut(self.groups, self.d, self.size)
+
+    @cached_property
+    def second(self) -> Cut:
+        return Cut(self.groups, self.other, self.other_size)
 
     @cached_property
     def stacks(self) -> list[tuple[int, int, int]]:
-        return [(0, 1, self.d), (0, 1, self.other)]
+        return self.first.stacks + self.second.stacks
 
     def sides(self, side: str) -> list[tuple[str, Cut]]:
-        second = "right" if side == "left" else "left"
-        return [(side, Cut.of(self.groups, self.d, None)), (second, Cut.of(self.groups, self.other, None))]
+        return [(side, self.first), ("right" if side == "left" else "left", self.second)]
 
     def split(self, x: Tensor) -> list[Tensor]:
         return [x]
@@ -137,4 +150,4 @@ class BothSides(Cut):
 
     def dense(self, stacks: Sequence[Tensor]) -> Tensor:
         """That of the side which the rule m <= n takes."""
-        return stacks[0]
+        return self.first.dense(stacks[: len(self.first.stacks)])

@@ -22,7 +22,7 @@ refresh_interval, _at        steps between refreshes, and the step of the next  
 ============================ ==================================================== =========================
 
 A tensor is a stack [groups * blocks, p, ...]; where the last block is smaller, or where both sides are curved, the
-second one lies beside it under ``..._tail``.
+others lie beside it under ``..._tail``, ``..._tail2`` and ``..._tail3``.
 
 On the way from gradient to step: from the sums of a refresh to the inverse or basis that the next T steps apply.
 """
@@ -47,6 +47,7 @@ State = dict[str, Any]
 Group = dict[str, Any]
 Solved = dict[str, Any]  # entries for a state, stacks still as lists
 
+TAILS = ("", "_tail", "_tail2", "_tail3")  # two stacks of each of two sides at most
 RELATIVE_AUTO = 0.1  # damping="auto" is relative damping with this coefficient
 DAMPING_FLOOR = 1e-30  # relative damping of a zero matrix
 
@@ -200,7 +201,8 @@ def mini_batch(matrix: ParameterMatrix, gradient: Tensor, group: Group, seed: in
         curved = Sketch(spec, curved.shape[-1], seed)(curved)
     cut = matrix.cut_of(group)
     if isinstance(cut, BothSides):
-        return Fresh([curved @ curved.mT, curved.mT @ curved])
+        (_, first), (_, second) = cut.sides(side)
+        return Fresh([stack @ stack.mT for stack in [*first.split(curved), *second.split(curved.mT)]])
     stacks = cut.split(curved)
     if group["solver"] in ("woodbury", "sketched"):
         return Fresh(None, stacks)
@@ -372,21 +374,20 @@ def add_placeholders(state: State, group: Group) -> None:
 
 
 def read(state: State, key: str) -> list[Tensor] | None:
-    """The one or two stacks under a key; None where there are none, or a placeholder."""
+    """The stacks under a key; None where there are none, or a placeholder."""
     if key not in state or state[key].numel() == 0:
         return None
-    return [state[key], state[key + "_tail"]] if key + "_tail" in state else [state[key]]
+    return [state[name] for tail in TAILS if (name := key + tail) in state] if key + "_tail" in state else [state[key]]
 
 
 def write(state: State, key: str, stacks: Sequence[Tensor]) -> None:
-    state[key] = stacks[0]
-    if len(stacks) > 1:
-        state[key + "_tail"] = stacks[1]
-    else:
-        state.pop(key + "_tail", None)
+    for i, tail in enumerate(TAILS):
+        if i < len(stacks):
+            state[key + tail] = stacks[i]
+        else:
+            state.pop(key + tail, None)
 
 
 def clear(state: State, *keys: str) -> None:
     for key in keys:
-        state.pop(key, None)
-        state.pop(key + "_tail", None)
+        write(state, key, ())

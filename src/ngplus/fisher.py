@@ -83,7 +83,7 @@ def gfim_sums(
 ) -> list[Tensor]:
     """The sums of every side that ``cut`` curves. Of both sides, G_i is written out once where that is the cheapest."""
     sides = cut.sides(side)
-    if len(sides) == 1 or not shares_gradients(factors, cut, side):
+    if len(sides) < 2 or not shares_gradients(factors, cut, side):
         each = [
             gfim_sum(factors, one, own, sketch=sketch, samples=samples, chunk_bytes=chunk_bytes, dtype=dtype)
             for one, own in sides
@@ -95,7 +95,8 @@ def gfim_sums(
     for piece in _pieces(factors, 2 * factors.memory(side, "explicit", other), samples, chunk_bytes, dtype):
         tall = factors.pair(side, "explicit", piece, None, dtype)[0]  # [groups, k * D, d]
         turned = tall.unflatten(1, (-1, other)).mT.flatten(1, 2)  # [groups, k * d, D]
-        _add_products(totals, [tall.mT, turned.mT], [tall.mT, turned.mT])
+        stacks = [*sides[0][1].split(tall.mT), *sides[1][1].split(turned.mT)]
+        _add_products(totals, stacks, stacks)
     for acc in totals:
         _mirror(acc)
     return totals

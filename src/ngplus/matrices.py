@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ngplus.blocks import BothSides, Cut, NoSides
+from ngplus.blocks import BothSides, Cut, NoSides, even_size
 from ngplus.layers import LayerRule, Layout, MatrixSpec, UnknownModuleRule, rule_for
 
-# Two sides are curved where the larger one is not above this: an eigenbasis of it would cost more than it brings.
-LARGEST_OTHER = 640
+# What side="auto" curves, beside the smaller side: eigenbases of long sides would cost more than they bring.
+WHOLE = 640  # rows of a side that has one basis; a longer one falls into blocks, each with a basis of its own
+BLOCK = 128  # rows of such a block at most
+LONGER = 4  # times the smaller side: the larger one has no basis where it is longer than this, and than WHOLE
 
 
 class ParameterMatrix:
@@ -98,9 +100,11 @@ class ParameterMatrix:
         vectors = all(kind == "column" for kind in self.kinds)
         if wanted == "auto" and (vectors or (self.lookup == "only" and not self.sparse)):
             return NoSides(self.groups, d, d)
-        if wanted in ("auto", "both") and not (self.lookup or vectors) and 1 < other <= LARGEST_OTHER:
-            return BothSides(self.groups, d, d, other)
-        return Cut.of(self.groups, d, block_size)
+        size, other_size = (even_size(x, BLOCK) if x > WHOLE and wanted == "auto" else x for x in (d, other))
+        longest = max(WHOLE, LONGER * d) if wanted == "auto" else WHOLE
+        if wanted in ("auto", "both") and not (self.lookup or vectors) and 1 < other <= longest:
+            return BothSides(self.groups, d, size, other, other_size)
+        return Cut.of(self.groups, d, size if block_size is None else block_size)
 
     def cut_of(self, group: Mapping[str, Any]) -> Cut:
         """The same, by the options of a parameter group. Asked for several times a step, so it is kept.

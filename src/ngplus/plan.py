@@ -263,7 +263,9 @@ def _row(
     stacks = cut.stacks
     curved = matrix.groups * sum(count * size for _, count, size in stacks)
     moments = 2 * matrix.groups * rows * cols
-    if is_factored(group, cut.size, other):  # the means over rows, and over the columns of each block
+    if is_factored(
+        group, cut.size if len(sides) == 1 else cut.d, other
+    ):  # means over rows, and over each block's columns
         moments = moments // 2 + matrix.groups * cut.d + (cut.count if len(sides) == 1 else matrix.groups) * other
     if solver in ("woodbury", "sketched"):
         step = curved * rank * 4 * other + cut.count * 2 * rank * rank * other
@@ -298,7 +300,7 @@ def _row(
         form = form or min(stand_in, key=lambda name: stand_in[name])
         cost = stand_in.get(form, min(stand_in.values()))
         for own, length in sides[1:]:
-            second = outer_costs(kappa, own.d, length, own.d)
+            second = outer_costs(kappa, own.d, length, own.size)
             shared = stand_in["explicit"] + second["explicit"] - kappa * own.d * length  # G_i is written out once
             cost = min(cost + min(second.values()), shared)
         refresh += int(2 * used * matrix.groups * cost)

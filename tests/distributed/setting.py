@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import ngplus
+from ngplus import matrices
 
 STEPS, BATCH = 20, 12
 LR = 0.02
@@ -22,6 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # In float64: where two eigenvalues are close their eigenvectors follow the rounding, and Adam's step with them.
     "adaptive": {"scaling": "adaptive", "update_every": 3, "curvature": "momentum", "eps": 1e-4},
     "both": {"scaling": "adaptive", "update_every": 3, "side": "both", "eps": 1e-4},
+    "blocks of both": {"scaling": "adaptive", "update_every": 3, "eps": 1e-4},  # with short ones: see sizes()
     # In float32, what a newcomer gets, and the same with one side.
     "default": {"update_every": 3},
     "one side": {"update_every": 3, "side": "smaller", "curvature": "sample"},
@@ -37,6 +42,15 @@ WITHIN = {"default": 1e-4}
 
 def precision(name: str) -> torch.dtype:
     return torch.float64 if OPTIONS[name].get("scaling") == "adaptive" else torch.float32
+
+
+@contextlib.contextmanager
+def sizes(name: str) -> Iterator[None]:
+    """In this process: sides of more than 4 fall into blocks of 3 where the options say so."""
+    with pytest.MonkeyPatch.context() as patch:
+        for constant, value in (("WHOLE", 4), ("BLOCK", 3)) if name == "blocks of both" else ():
+            patch.setattr(matrices, constant, value)
+        yield
 
 
 def convolutions(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -78,12 +92,13 @@ def share(count: int, rank: int, world: int, unequal: bool) -> slice:
 def alone(name: str) -> list[Tensor]:
     """The parameters of one process on the whole batches."""
     net = convolutions(precision(name))
-    optimizer = ngplus.NGPlus(net, lr=LR, **OPTIONS[name])
-    for step in range(STEPS):
-        x, y = batch(step, precision(name))
-        optimizer.zero_grad()
-        squared(net(x), y).mean().backward()
-        optimizer.step()
+    with sizes(name):
+        optimizer = ngplus.NGPlus(net, lr=LR, **OPTIONS[name])
+        for step in range(STEPS):
+            x, y = batch(step, precision(name))
+            optimizer.zero_grad()
+            squared(net(x), y).mean().backward()
+            optimizer.step()
     return [p.detach() for p in net.parameters()]
 
 

@@ -42,6 +42,11 @@ CASES += [
 
 
 def train(rank: int, world: int, case: Case) -> list[Tensor]:
+    with setting.sizes(case.options):
+        return trained(rank, world, case)
+
+
+def trained(rank: int, world: int, case: Case) -> list[Tensor]:
     dtype = setting.precision(case.options)
     plain = setting.convolutions(dtype)
     net = None if case.wrapped_later else DistributedDataParallel(plain)

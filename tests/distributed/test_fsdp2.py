@@ -42,6 +42,11 @@ def sharded(net: nn.Sequential, mesh: tuple[int, int] | None = None) -> nn.Seque
 
 
 def train(rank: int, world: int, case: Case) -> list[Any]:
+    with setting.sizes(case.options):
+        return trained(rank, world, case)
+
+
+def trained(rank: int, world: int, case: Case) -> list[Any]:
     dtype = setting.precision(case.options)
     net = sharded(setting.convolutions(dtype), case.mesh)
     optimizer = ngplus.NGPlus(net, lr=setting.LR, **setting.OPTIONS[case.options])

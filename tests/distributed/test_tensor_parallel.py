@@ -77,6 +77,11 @@ def part(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def train(rank: int, world: int, name: str, data: int, sequence: bool = False) -> list[Tensor]:
+    with setting.sizes(name):
+        return trained(rank, world, name, data, sequence)
+
+
+def trained(rank: int, world: int, name: str, data: int, sequence: bool) -> list[Tensor]:
     """``data`` ranks shard the parameters and the samples by FSDP2, the rest of the mesh is tensor parallel."""
     dtype = setting.precision(name)
     net = Tokens().to(dtype)
