@@ -263,9 +263,11 @@ def test_long_sides_have_a_basis_for_each_block(
         ((640, 640), "both", 2),
         ((641, 640), "both", 1 + 6),
         ((2000, 600), "both", 1 + 16),
-        ((2401, 600), "left", 1),
+        ((2999, 600), "both", 1 + 24),
+        ((3000, 600), "left", 1),
         ((4096, 1024), "both", 8 + 32),
-        ((4097, 1024), "left", 8),
+        ((4097, 1024), "both", 8 + 33),  # with the bias as a column
+        ((5120, 1024), "left", 8),
         ((100, 5000), "right", 1),
     ],
 )
@@ -304,7 +306,7 @@ def test_blocks_of_both_sides_of_every_kind_of_layer(options: dict[str, Any], mo
         return found
 
     whole = trained()
-    blocks = trained(WHOLE=0, BLOCK=100, LONGER=100)
+    blocks = trained(WHOLE=0, BLOCK=100, LONGER=100)  # one block a side
     for one, other in zip(whole, blocks, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
     cut = trained(WHOLE=3, BLOCK=2)

@@ -370,19 +370,39 @@ def test_the_best_trials_are_run_on_more_seeds_and_the_best_mean_wins(monkeypatc
     said = ngplus(*arguments, "--warmup", "1")
     assert "lr 0.003, the best of 3 trials with a score of 0.5;" in said
     trials = told.made[:3]
-    assert trials == [(0.003, 100, 40), (0.001, 100, 30), (0.009, 100, 30)]  # the last one could not win any more
+    assert trials == [(0.003, 100, 40), (0.001, 100, 30), (0.009, 100, 80)]
     finals = told.made[3:]
     assert finals == [
         (0.001, 101, 100), (0.001, 102, 60),  # 190 steps in all, with the 30 of its trial
         (0.003, 101, 50), (0.003, 102, 60),  # 150
-        (0.009, 100, 80), (0.009, 101, 70),  # its trial was cut short: made again, until it has as many
+        (0.009, 101, 70),  # and here it has as many with the 80 of its trial
     ]  # fmt: skip
     held = {round(trial["hyper"]["lr"], 4): trial["scores of the finals"] for trial in trials_of("adam")}
     assert held[0.001] == pytest.approx([0.3, 1.0, 0.6])
     assert held[0.003] == pytest.approx([0.4, 0.5, 0.6])
-    assert len(held[0.009]) == 2
+    assert held[0.009] == pytest.approx([0.8])
     ngplus(*arguments, "--warmup", "1")  # all of it is in the storage
-    assert told.made[9:] == []
+    assert told.made[8:] == []
+    # two finalists: the last trial ends where it is not among them any more, and is not one
+    said = ngplus(*arguments, "--warmup", "1", "--finalists", "2", "--storage", "sqlite:///two.db")
+    assert "lr 0.003, the best of 3 trials with a score of 0.5;" in said
+    assert told.made[8:11] == [(0.003, 100, 40), (0.001, 100, 30), (0.009, 100, 40)]
+    assert len(told.made) == 8 + 3 + 4
+    assert [len(trial.get("scores of the finals", [])) for trial in trials_of("adam")] == [3, 3, 0]
+    said = ngplus(*arguments, "--warmup", "1", "--trials", "1", "--storage", "sqlite:///two.db")
+    assert "lr 0.003, the best of 1 trials" in said
+
+
+def test_a_finalist_that_was_left_off_goes_on_when_its_better_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third trial beats the others, and then only two trials are asked for."""
+    told = Told({(0.003, seed): 60 for seed in (100, 101, 102)} | {(0.001, seed): 70 for seed in (100, 101, 102)}
+                | {(0.009, seed): 20 for seed in (100, 101, 102)})  # fmt: skip
+    monkeypatch.setattr(training, "run", told)
+    arguments = ["tune", "digits", "-o", "adam", "--steps", "100", "--target", "0.9"]
+    assert "lr 0.009" in ngplus(*arguments, "--trials", "3")
+    assert len(trials_of("adam")[0]["scores of the finals"]) < 3
+    assert "lr 0.003, the best of 2 trials with a score of 0.6;" in ngplus(*arguments, "--trials", "2")
+    assert trials_of("adam")[0]["scores of the finals"] == pytest.approx([0.6] * 3)
 
 
 def test_finals_that_were_broken_off_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,8 +216,8 @@ def test_the_summary_keeps_sizes_apart_and_says_what_it_is_made_of() -> None:
     assert ", 1 or 2 threads each, " in page
     assert "tuned with 1 trials; with a published recipe: kfac on digits." in page
     trials = [{"hyper": {"lr": 0.1}, "score": 0.3, "scores of the finals": [0.3, 0.5]}, {"hyper": {}, "score": 1.0}]
-    found = run("ngplus", tuning={"trials": trials, "seeds of the finals": [100, 101]})
-    assert "tuned with 2 trials, the best 1 of them on 2 seeds." in markdown(groups([found]), [], {}, "")
+    found = run("ngplus", tuning={"trials": trials, "finalists": 2, "seeds of the finals": [100, 101]})
+    assert "tuned with 2 trials, the best 2 of them on up to 2 seeds." in markdown(groups([found]), [], {}, "")
     assert "lr 0.1 → 0.3 (0.3, 0.5)" in render(groups([found]), "")
 
 

@@ -276,12 +276,13 @@ def _across(x: Tensor, blocks: Blocks) -> Tensor:
         return x
     if len(blocks) == 1 and len(blocks[0]) == len(x):
         return torch.bmm(x, blocks[0].mT)
-    out, at = x.new_empty(x.shape), 0
-    for stack in blocks:
-        for q in stack.unflatten(0, (len(x), -1)).unbind(1):
-            columns = slice(at, at + q.shape[-1])
-            torch.bmm(x[..., columns], q.mT, out=out[..., columns])
-            at += q.shape[-1]
+    each = [q for stack in blocks for q in stack.unflatten(0, (len(x), -1)).unbind(1)]
+    columns = x.split([q.shape[-1] for q in each], dim=-1)
+    if torch.compiler.is_compiling():  # which has no products that are written in between
+        return torch.cat([torch.bmm(part, q.mT) for part, q in zip(columns, each, strict=True)], dim=-1)
+    out = x.new_empty(x.shape)
+    for part, q, place in zip(columns, each, out.split([q.shape[-1] for q in each], dim=-1), strict=True):
+        torch.bmm(part, q.mT, out=place)
     return out
 
 

@@ -12,7 +12,7 @@ On the way from gradient to step: how L, R and the gradient are cut before they 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 def even_size(d: int, largest: int) -> int:
-    """The size of as few blocks as can be, none above ``largest`` and all as good as equal."""
+    """The size of as few blocks as can be, none above ``largest``: all are equal but for a smaller last one."""
     return -(-d // -(-d // largest))
 
 
@@ -125,7 +125,7 @@ class BothSides(Cut):
     """
 
     other: int = 0
-    other_size: int = 0
+    other_size: int = field(default=0, repr=False)
 
     @cached_property
     def first(self) -> Cut:

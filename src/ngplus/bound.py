@@ -268,7 +268,8 @@ class BoundOptimizer(Optimizer):
         for team in self._teams:
             for matrix in filter(team.owns, team.matrices):
                 held = self.state.get(matrix.params[0], {})
-                if team.is_away(matrix) and "refreshed" in held and not self._fits(matrix, self._group(matrix), held):
+                made = held.get("refreshed") == self._measures(matrix)  # else it is due for a refresh anyway
+                if team.is_away(matrix) and made and not self._fits(matrix, self._group(matrix), held):
                     raise RuntimeError(
                         f"The curvature of {matrix.name!r} is not in the state that was loaded. Where each rank keeps "
                         "its share, save with torch.distributed.checkpoint, or each rank's state in a file of its own"

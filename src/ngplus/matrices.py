@@ -22,7 +22,7 @@ from ngplus.layers import LayerRule, Layout, MatrixSpec, UnknownModuleRule, rule
 # What side="auto" curves, beside the smaller side: eigenbases of long sides would cost more than they bring.
 WHOLE = 640  # rows of a side that has one basis; a longer one falls into blocks, each with a basis of its own
 BLOCK = 128  # rows of such a block at most
-LONGER = 4  # times the smaller side: the larger one has no basis where it is longer than this, and than WHOLE
+LONGER = 5  # times the smaller side: a larger one above WHOLE has no basis where it is that long or longer
 
 
 class ParameterMatrix:
@@ -101,8 +101,8 @@ class ParameterMatrix:
         if wanted == "auto" and (vectors or (self.lookup == "only" and not self.sparse)):
             return NoSides(self.groups, d, d)
         size, other_size = (even_size(x, BLOCK) if x > WHOLE and wanted == "auto" else x for x in (d, other))
-        longest = max(WHOLE, LONGER * d) if wanted == "auto" else WHOLE
-        if wanted in ("auto", "both") and not (self.lookup or vectors) and 1 < other <= longest:
+        short = other <= WHOLE or (wanted == "auto" and other < LONGER * d)
+        if wanted in ("auto", "both") and not (self.lookup or vectors) and short and other > 1:
             return BothSides(self.groups, d, size, other, other_size)
         return Cut.of(self.groups, d, size if block_size is None else block_size)
 

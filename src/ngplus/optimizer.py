@@ -105,8 +105,8 @@ class NGPlus(CapturedOptimizer):
         side: ``"smaller"`` (left where m <= n), ``"left"`` or ``"right"``. With ``scaling="adaptive"`` also ``"both"``:
             the bases of L and of R where the larger one has 640 rows or less; the smaller side's elsewhere, and of
             vectors (those of norm layers) and tables. ``"auto"`` is the same up to 640 rows; a longer side falls into
-            blocks of 128 rows at most, each with a basis of its own, and the larger side has none where it is more
-            than four times the smaller one. It leaves to plain Adam vectors, and tables that are only looked up and
+            blocks of 128 rows at most, each with a basis of its own, and a larger side above 640 has none where it is
+            five times the smaller one or more. It leaves to plain Adam vectors, and tables that are only looked up and
             have no sparse gradients; with ``scaling="inverse"``, blocks or a sketch it is ``"smaller"``.
         solver: ``"dense"`` (Cholesky), ``"woodbury"``, ``"sketched"`` (sketched least squares), or ``"auto"``, the
             cheapest exact one for each layer.
@@ -427,7 +427,8 @@ class NGPlus(CapturedOptimizer):
         return plan_of(entries, batch_size, positions)
 
     def curvature(self, which: str | nn.Parameter) -> Curvature:
-        """The side and the dense L or R of a parameter, by name or as it is; of both sides, the smaller one's.
+        """The side and the dense L or R of a parameter, by name or as it is; of both sides, the smaller one's. Where it
+        has blocks, it is zero outside of them.
 
         With ``curvature="momentum"`` or ``"batch"`` it is the moving average. With ``"sample"`` it is that of the last
         refresh, exact until the next step; later, where only the inverse or the basis is kept, recovered from it, with

@@ -3,14 +3,14 @@
 FLOPs count a multiplication and an addition as two. With d the curved dimension, cut into blocks of p, D the other one
 and r the rank of U:
 
-================ ======================================== =========================================
+================ ======================================== =====================================================
                  a step                                   a refresh, beside the products
-================ ======================================== =========================================
+================ ======================================== =====================================================
 dense            2 d p D                                  d p^2 (Cholesky and inverse)
 woodbury         4 d r D + 2 r^2 D                        2 d r^2 + r^3
 adaptive         4 d p D                                  9 d p^2 (eigendecomposition)
-adaptive, both   4 m n (m + n)                            9 (m^3 + n^3)
-================ ======================================== =========================================
+adaptive, both   4 m n (p + q), q a block of the columns  9 (m p^2 + n q^2); without blocks p = m and q = n
+================ ======================================== =====================================================
 
 On the way from gradient to step: beside it; it tells what the way will cost.
 """

@@ -214,11 +214,13 @@ def test_a_layer_of_100_million_parameters_is_planned_before_anything_is_allocat
     with torch.device("meta"):
         model = nn.Linear(10_000, 10_000, bias=False)
     plan = ngplus.NGPlus(model).plan(batch_size=32)
-    # one side is above the largest that both are for: L, its basis and spectrum, Adam's first moment and the second's
-    # means over rows and columns
-    assert plan.state_bytes == 4 * (2 * 10_000**2 + 10_000 + 10_000**2 + 2 * 10_000)
-    blocks = ngplus.NGPlus(model, scaling="inverse", solver="dense", block_size=100).plan(batch_size=32)
-    assert blocks.state_bytes == 4 * 100 * 100**2
+    # of each side the blocks of L, their bases and spectra; Adam's first moment and the second's means
+    blocks = 78 * 127**2 + 94**2
+    assert plan.state_bytes == 4 * (2 * (2 * blocks + 10_000) + 10_000**2 + 2 * 10_000)
+    whole = ngplus.NGPlus(model, side="both").plan(batch_size=32)  # the smaller side in one piece
+    assert whole.state_bytes == 4 * (2 * 10_000**2 + 10_000 + 10_000**2 + 2 * 10_000)
+    paper = ngplus.NGPlus(model, scaling="inverse", solver="dense", block_size=100).plan(batch_size=32)
+    assert paper.state_bytes == 4 * 100 * 100**2
 
 
 # ------------------------------------------------------------------------------------------------ determinism

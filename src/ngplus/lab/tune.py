@@ -7,7 +7,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,7 +29,6 @@ OPENING = (1.0, 1 / 3, 3.0)  # what the default learning rate is multiplied by i
 TUNING_SEED = 100  # a comparison's seeds are 0, 1, 2, …: nothing is tuned on them
 MORE_SEEDS = 2  # on which the best trials are run again
 BEATEN, BEHIND = "cannot win", "behind"  # why a run of a trial ends early
-FINALS = "scores of the finalists"  # a study's own record of these runs
 
 
 def register(app: typer.Typer) -> None:
@@ -106,6 +105,18 @@ def tune(
                         written.add(plan.study.study_name)
                         path = tuned.store(plan.base, tuned.Tuned(*plan.best()), presets)
                         console.print(f"{plan.sentence()}; written to {shared.shown(str(path))}", highlight=False)
+        left = [plan.study.study_name for _, plans in parts for plan in plans if plan.study.study_name not in written]
+        if left:
+            console.print(f"Another process is still at {', '.join(left)}: the same command goes on", highlight=False)
+
+
+@dataclass
+class Final:
+    """The runs of one of the best trials on the first seeds: their scores; and the sum of another's that this one could
+    not come below any more, where it was left off."""
+
+    scores: list[float]
+    left_off: float = -1.0  # no sum is below 0
 
 
 @dataclass(frozen=True)
@@ -123,7 +134,7 @@ class Plan:
     limit: float | None
 
     def most_runs(self) -> int:
-        return self.trials * self.seeds + (self.finalists * (self.seeds + MORE_SEEDS) if self.finalists > 1 else 0)
+        return self.trials * self.seeds + (self.finalists * self.runs if self.finalists > 1 else 0)
 
     def missing(self, patient: bool, before: float = math.inf) -> int:
         """Trials still to be made, those that somebody is at not among them where ``patient``; of those with a number
@@ -143,27 +154,42 @@ class Plan:
     def ranked(self) -> list[optuna.trial.FrozenTrial]:
         return sorted(self.counted(), key=_value)
 
-    def finals(self) -> dict[str, list[float]]:
-        """The scores of the finalists' runs, by the number of their trial: those that have ended."""
-        found: dict[str, list[float]] = self.study.user_attrs.get(FINALS, {})
-        return found
+    def final(self, trial: optuna.trial.FrozenTrial) -> Final | None:
+        """The runs of a finalist; None before they have begun."""
+        held = self.study.user_attrs.get(f"final {trial.number}")
+        return None if held is None else Final(**held)
+
+    def least(self) -> float:
+        """The least sum of scores of a finalist that has all its runs."""
+        finals = [self.final(trial) for trial in self.counted()]
+        return min((sum(f.scores) for f in finals if f is not None and len(f.scores) == self.runs), default=math.inf)
+
+    @property
+    def runs(self) -> int:
+        """Of a finalist."""
+        return self.seeds + MORE_SEEDS
+
+    def beaten(self, final: Final) -> bool:
+        """Can it not win any more?"""
+        least = self.least()
+        return self.objective == "target" and (sum(final.scores) >= least or final.left_off >= least)
 
     def ended(self) -> bool:
         """Are all trials there, and all runs of the finalists?"""
         if len(self.counted()) < self.trials:
             return False
-        return self.finalists == 1 or all(str(t.number) in self.finals() for t in self.ranked()[: self.finalists])
+        finals = [self.final(trial) for trial in self.ranked()[: self.finalists]]
+        return self.finalists == 1 or all(
+            final is not None and (len(final.scores) == self.runs or self.beaten(final)) for final in finals
+        )
 
     def winner(self) -> tuple[optuna.trial.FrozenTrial, float]:
         """The best trial and its score: the best mean of the finalists, where there are any."""
-        ranked = self.ranked()
         if self.finalists == 1:
-            return ranked[0], _value(ranked[0])
-        # one that was left off, as it could not win any more, has fewer runs
-        full = [t for t in ranked if len(self.finals().get(str(t.number), ())) == self.seeds + MORE_SEEDS]
-        means = {t.number: statistics.mean(self.finals()[str(t.number)]) for t in full}
-        best = min(full, key=lambda trial: means[trial.number])
-        return best, means[best.number]
+            return self.ranked()[0], _value(self.ranked()[0])
+        finals = [(trial, self.final(trial)) for trial in self.ranked()]
+        full = [(t, statistics.mean(f.scores)) for t, f in finals if f is not None and len(f.scores) == self.runs]
+        return min(full, key=lambda pair: pair[1])
 
     def best(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Settings, changes of the run (none), and how they were found, for the preset and the report."""
@@ -217,22 +243,22 @@ def make_run(config: Config, task: Task, device: str, board: shared.Board, on_lo
 def make_finals(plan: Plan, patient: bool, task: Task, device: str, board: shared.Board) -> None:
     """The best trials on more seeds: one seed alone may like a learning rate that others do not. Where ``patient``, a
     process that has begun with them is left to it."""
-    if plan.finalists == 1 or len(plan.counted()) < plan.trials or (patient and FINALS in plan.study.user_attrs):
+    if plan.finalists == 1 or len(plan.counted()) < plan.trials or (patient and "finals" in plan.study.user_attrs):
         return
-    plan.study.set_user_attr(FINALS, plan.finals())
-    wanted = plan.seeds + MORE_SEEDS
+    plan.study.set_user_attr("finals", "begun")
     for trial in plan.ranked()[: plan.finalists]:
-        finals = plan.finals()
-        if str(trial.number) in finals:
-            continue
-        # the least sum of scores of those before: from there on this one cannot win
-        least = min((sum(scores) for scores in finals.values() if len(scores) == wanted), default=math.inf)
-        scores = [] if trial.user_attrs.get("cut short") else list(trial.user_attrs.get("scores", ()))
-        while len(scores) < wanted and not (plan.objective == "target" and sum(scores) >= least):
-            config = replace(plan.base, hyper={**plan.base.hyper, **trial.params}, seed=TUNING_SEED + len(scores))
-            result = make_run(config, task, device, board, final_stopper(plan, config, least - sum(scores)))
-            scores.append(score(config, result, plan.objective))
-        plan.study.set_user_attr(FINALS, {**plan.finals(), str(trial.number): scores})
+        known = [] if trial.user_attrs.get("cut short") else trial.user_attrs.get("scores", [])
+        final = plan.final(trial) or Final(list(known))
+        while len(final.scores) < plan.runs and not plan.beaten(final):
+            hyper = {**plan.base.hyper, **trial.params}
+            config = replace(plan.base, hyper=hyper, seed=TUNING_SEED + len(final.scores))
+            least = plan.least()
+            result = make_run(config, task, device, board, final_stopper(plan, config, least - sum(final.scores)))
+            if result.reason == BEATEN:
+                final.left_off = least
+            else:
+                final.scores.append(score(config, result, plan.objective))
+        plan.study.set_user_attr(f"final {trial.number}", asdict(final))
 
 
 def narrowed(ranges: Mapping[str, Range], trials: Iterable[optuna.trial.FrozenTrial]) -> dict[str, Range]:
@@ -249,9 +275,10 @@ def narrowed(ranges: Mapping[str, Range], trials: Iterable[optuna.trial.FrozenTr
 def stopper(plan: Plan, trial: optuna.Trial, config: Config) -> OnLook:
     """Ends a run of which nothing more is to be learned: the rules of ``docs/laboratory.md``, the same for all."""
     scores = [t.value for t in plan.counted() if t.value is not None]
-    # with one run for a trial and steps to the target as its score, there is a step from which on it cannot win
     alone = plan.seeds == 1 and plan.objective == "target"
-    enough = config.steps * min([1.0, *scores]) if alone else math.inf
+    # with one run for a trial and steps to the target as its score, there is a step from which on it is no finalist
+    better = sorted(scores)[plan.finalists - 1] if len(scores) >= plan.finalists else 1.0
+    enough = config.steps * min(1.0, better) if alone else math.inf
 
     def on_look(step: int, value: float) -> str:
         if not alone:
@@ -363,19 +390,19 @@ def story(plan: Plan) -> dict[str, Any]:
     import optuna
 
     limit = {} if plan.limit is None else {"limit of a run in CPU seconds": plan.limit}
-    finals = plan.finals() if plan.finalists > 1 else {}
-    seeds = [TUNING_SEED + number for number in range(plan.seeds + MORE_SEEDS)]
+    seeds = [TUNING_SEED + number for number in range(plan.runs)]
+    finals = {"finalists": plan.finalists, "seeds of the finals": seeds} if plan.finalists > 1 else {}
     trials = []
     for trial in plan.counted():
-        again = finals.get(str(trial.number))
-        more = {} if again is None else {"scores of the finals": [_number(value) for value in again]}
+        final = plan.final(trial) if finals else None
+        more = {} if final is None else {"scores of the finals": [_number(value) for value in final.scores]}
         trials.append({"hyper": trial.params, "score": _number(trial.value), **more})
     return {
         "study": plan.study.study_name,
         "sampler": f"Optuna {optuna.__version__}, TPE, seed {plan.seed}",
         "objective": plan.objective,
         "seeds of the runs": seeds[: plan.seeds],
-        **({"seeds of the finals": seeds} if finals else {}),
+        **finals,
         "steps": plan.base.steps,
         "target": plan.base.target,
         **limit,

@@ -67,8 +67,10 @@ def _conditions(sections: Sequence[Section]) -> str:
         tuning, who = run.config.tuning, f"{run.config.optimizer} on {run.config.workload}"
         if tuning and tuning.get("trials"):
             trials.add(len(tuning["trials"]))
-            again = sum(isinstance(trial, dict) and "scores of the finals" in trial for trial in tuning["trials"])
-            finals.add(f"the best {again} of them on {len(tuning['seeds of the finals'])} seeds" if again else "")
+            again = tuning.get("finalists", 1)
+            finals.add(
+                f"the best {again} of them on up to {len(tuning['seeds of the finals'])} seeds" if again > 1 else ""
+            )
         else:
             (published if tuning else untuned).add(who)
     told = f"Every optimizer was tuned with {either(sorted(trials))} trials" if trials else "Nothing was tuned"
