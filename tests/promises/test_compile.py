@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import ngplus
+from ngplus import matrices
 
 pytestmark = pytest.mark.usefixtures("double", "fresh_compiler")
 
@@ -238,6 +239,24 @@ def test_compiled_step_follows_schedules_without_recompilation(options: dict[str
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0
     assert graphs[4:] == [graphs[4]] * 4
+    assert_equal(model, before, dict(plain.named_parameters()), 1e-9)
+
+
+@pytest.mark.slow
+def test_compiled_step_with_blocks_on_both_sides_and_equal_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WHOLE", 2), ("BLOCK", 2)):
+        monkeypatch.setattr(matrices, name, value)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    plain, before = copy.deepcopy(model), copy.deepcopy(model)
+    optimizer, eager = (ngplus.NGPlus(m, lr=0.1, update_every=3) for m in (model, plain))
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    x, y = data(4)
+    for _ in range(5):
+        for one, make_step in ((model, step), (plain, eager.step)):
+            one.zero_grad()
+            loss_fn(one(x), y).backward()
+            make_step()
+    assert [row.blocks for row in optimizer.plan()] == [2 + 3, 2 + 2, 2 + 2]
     assert_equal(model, before, dict(plain.named_parameters()), 1e-9)
 
 
