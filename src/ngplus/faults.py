@@ -19,6 +19,7 @@ from torch import Tensor
 # The longest step that is taken: below it, finite parameters stay finite (a number near the end of float32's range does
 # not change by adding it), and its square is finite, too.
 LONGEST_STEP = 1e18
+LARGE = 2**15  # numbers from which on a call of its own is worth its while
 SEEN = ("cpu",)  # where numbers lie in the host's own memory
 
 
@@ -41,7 +42,7 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
     """
     dense = [t._values() if t.is_sparse else t for t in tensors]
     if len({(t.dtype, t.device) for t in dense}) == 1 and dense[0].dtype in (torch.float32, torch.float64):
-        return torch.stack(torch._foreach_norm(dense))
+        return torch.stack(_norms(dense))
     by_type: dict[torch.dtype, list[int]] = {}
     for i, t in enumerate(dense):  # the squares of 16 bits do not fit into 16 bits
         by_type.setdefault(torch.float64 if t.dtype == torch.float64 else torch.float32, []).append(i)
@@ -51,6 +52,21 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
     home, wide = dense[0].device, torch.float64 if torch.float64 in by_type else torch.float32
     alike = len(by_type) == 1 and all(norm.device == home for norm in norms.values())
     return torch.stack([norms[i] if alike else norms[i].to(home, wide) for i in range(len(dense))])
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Of one type and device. On a processor a large one is the root of its product with itself, by BLAS: half the time
+    of torch's norm."""
+    if torch.compiler.is_compiling() or not tensors[0].is_cpu:
+        return list(torch._foreach_norm(tensors))
+    large = [LARGE <= t.numel() < 2**31 and t.is_contiguous() for t in tensors]  # BLAS counts in 32 bits
+    small = [t for t, alone in zip(tensors, large, strict=True) if not alone]
+    rest = iter(torch._foreach_norm(small) if small else ())
+    return [_length(t.view(-1)) if alone else next(rest) for t, alone in zip(tensors, large, strict=True)]
+
+
+def _length(vector: Tensor) -> Tensor:
+    return torch.dot(vector, vector).sqrt_()
 
 
 def zero_where(bad: Tensor, tensors: Sequence[Tensor]) -> None:
