@@ -78,6 +78,19 @@ def test_compare_keeps_what_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(steps) == 5
 
 
+def test_compare_tells_of_runs_that_other_code_has_made() -> None:
+    arguments = ["compare", "digits", "--optimizers", "sgd,adam", "--seeds", "1", *SHORT]
+    other = "kept from another version of the code"
+    assert other not in ngplus(*arguments)
+    assert other not in ngplus(*arguments)
+    place = Path("runs/digits-small/sgd-seed0/environment.json")
+    runs.write_json(place, {**runs.load(place.parent).environment, "code": "0123456789ab"})
+    assert f"1 of these 2 runs were {other}" in ngplus(*arguments)
+    place.unlink()  # as of a run from before there was such a number
+    assert f"1 of these 2 runs were {other}" in ngplus(*arguments)
+    assert other not in ngplus(*arguments, "--fresh")
+
+
 def test_tune_writes_a_preset_that_train_takes() -> None:
     arguments = ["tune", "digits", "--optimizer", "sgd,ngplus-paper", "--trials", "3", *SHORT]
     ngplus(*arguments)

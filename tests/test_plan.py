@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ngplus
+from ngplus.baselines import KFAC, SENG
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -110,6 +111,45 @@ def test_flops_of_a_step_are_counted() -> None:
     with FlopCounterMode(display=False) as counter:
         optimizer.step()
     assert counter.get_total_flops() == optimizer.plan().step_flops == 2 * 12 * 12 * 31
+
+
+@pytest.mark.parametrize("kind", [ngplus.NGPlus, KFAC, SENG])
+def test_what_is_frozen_costs_nothing(kind: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    whole = kind(model).plan(batch_size=8)
+    model[0].requires_grad_(False)
+    optimizer = kind(model)
+    plan = optimizer.plan(batch_size=8)
+    frozen, trained = plan
+    assert (frozen.source, frozen.side, frozen.solver, frozen.note) == ("none", "none", "none", "frozen")
+    assert frozen.frozen
+    assert not trained.frozen
+    assert trained == whole[1]
+    for name in ("state_bytes", "step_flops", "refresh_flops", "wire_bytes"):
+        assert getattr(frozen, name) == 0
+        assert getattr(plan, name) == getattr(whole[1], name)
+    assert "frozen" in str(plan)
+    load, both = plan.on_ranks(2, "memory"), whole.on_ranks(2, "memory")
+    assert load.parameter_bytes == both.parameter_bytes
+    assert load.state_bytes == trained.state_bytes
+    assert load.step_bytes == trained.parameter_bytes
+    one_step(model, optimizer, torch.randn(8, 6), torch.randn(8, 3))
+    assert not optimizer.state.get(model[0].weight)  # as the plan has said
+    assert optimizer.plan().state_bytes == optimizer.plan()[1].state_bytes > 0
+
+
+def test_frozen_after_steps_keeps_the_state_it_has() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = ngplus.NGPlus(model)
+    one_step(model, optimizer, torch.randn(8, 6), torch.randn(8, 3))
+    before = optimizer.plan()
+    model[0].requires_grad_(False)
+    after = optimizer.plan()
+    assert after[0].frozen
+    assert after.state_bytes == before.state_bytes
+    assert after.step_flops == before[1].step_flops < before.step_flops
+    model[0].weight.requires_grad_(True)  # the weight alone: a matrix without its column of biases
+    assert not optimizer.plan()[0].frozen
 
 
 def test_a_small_fraction_is_one_sample_at_least() -> None:

@@ -51,9 +51,12 @@ class Load:
 
 
 def load_of(rows: Sequence[PlanRow], ranks: int, distribution: str) -> Load:
-    """The load of the busiest of so many ranks, with matrices assigned as :class:`ngplus.NGPlus` assigns them."""
+    """The load of the busiest of so many ranks, with matrices assigned as :class:`ngplus.NGPlus` assigns them; those
+    that are frozen count as parameters only."""
     options.choice("distribution", distribution, KNOWN)
     options.whole("ranks", ranks)
+    parameters = sum(row.parameter_bytes for row in rows)
+    rows = [row for row in rows if not row.frozen]
     sharded = distribution == "sharded"
     # Where rows are sparse, every rank applies the inverse to those that it has touched.
     away = [distribution != "communication" and not row.sparse for row in rows]
@@ -76,7 +79,6 @@ def load_of(rows: Sequence[PlanRow], ranks: int, distribution: str) -> Load:
     directions = total(lambda row: row.parameter_bytes, gone=True)
     if sharded:  # a part of each gradient goes out, and the whole of each direction that is the rank's own
         directions = directions // ranks + busiest(lambda row: row.parameter_bytes, gone=True)
-    parameters = sum(row.parameter_bytes for row in rows)
     return Load(
         ranks=ranks,
         distribution=distribution,

@@ -18,7 +18,7 @@ On the way from gradient to step: beside it; it tells what the way will cost.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +34,7 @@ from ngplus.sketch import SketchSpec
 from ngplus.sync import Team, Wire
 
 EIGH = 9  # an eigendecomposition is about 9 d^3 FLOPs
+COSTS = ("blocks", "step_flops", "refresh_flops", "inverse_flops", "wire_bytes", "inverse_bytes", "step_bytes")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class PlanRow:
         parameters: the names of all its parameters.
         shape: (m, n).
         groups: of a grouped convolution, each a matrix of that shape.
-        source: where the curvature comes from, "sample", "vmap" or "batch"; "none" where no side is curved.
+        source: where the curvature comes from, "sample", "vmap" or "batch"; "none" where no side is curved, and where
+            the matrix is frozen.
         side: "left", "right", "both" or "none"; of SENG "vec".
         solver: "eigenbasis", "dense", "woodbury" or "sketched"; "none" where no side is curved; of KFAC "kronecker".
         blocks: how many blocks L and R are cut into, over all groups and both sides.
@@ -54,7 +56,7 @@ class PlanRow:
         state_bytes: kept for the curvature and Adam's moments, without the momentum buffer.
         step_flops: of every step.
         refresh_flops: of a refresh.
-        note: why the source is "batch".
+        note: why the source is "batch", or that the matrix is frozen.
         wire_bytes: that a refresh adds up over ranks, where there are several: the lower triangle.
         inverse_bytes: that the owner sends to all at a refresh.
         step_bytes: of gradients and directions that cross ranks in every step.
@@ -62,6 +64,7 @@ class PlanRow:
         inverse_flops: the part of ``refresh_flops`` that only the owner has.
         sparse: the gradients may be sparse; every rank applies the inverse to the rows touched.
         parameter_bytes: of the parameters themselves.
+        frozen: no parameter requires a gradient: nothing is done, and kept, but for what was kept before.
 
     Examples:
         >>> row = ngplus.NGPlus(nn.Conv2d(3, 8, 3)).plan(batch_size=4)[0]
@@ -89,6 +92,7 @@ class PlanRow:
     inverse_flops: int = 0
     sparse: bool = False
     parameter_bytes: int = 0
+    frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -228,7 +232,17 @@ def plan_of(entries: Sequence[Entry], batch_size: int | None, positions: int | M
     for name in positions if isinstance(positions, Mapping) else ():
         if name not in names:
             raise KeyError(no_such_name(name, names, "positions"))
-    return Plan(tuple(_row(*entry, batch_size, positions) for entry in entries))
+    rows = (_row(*entry, batch_size, positions) for entry in entries)
+    return Plan(tuple(as_trained(row, matrix, state) for row, (matrix, _, state, _) in zip(rows, entries, strict=True)))
+
+
+def as_trained(row: PlanRow, matrix: ParameterMatrix, state: Mapping[str, Any]) -> PlanRow:
+    """The row; of a matrix that is frozen, one without costs, and with the state that it has from before."""
+    if any(param.requires_grad for param in matrix.params):
+        return row
+    kinds: dict[str, Any] = dict.fromkeys(("source", "side", "solver"), "none")
+    costs: dict[str, Any] = dict.fromkeys(COSTS, 0)
+    return replace(row, **kinds, **costs, form="", state_bytes=state_bytes(state), note="frozen", frozen=True)
 
 
 def _row(

@@ -16,7 +16,7 @@ from ngplus.captured import CapturedOptimizer
 from ngplus.curvature import Gathered, Group, State
 from ngplus.gathering import many_ranks
 from ngplus.matrices import ParameterMatrix
-from ngplus.plan import Plan, PlanRow
+from ngplus.plan import Plan, PlanRow, as_trained
 
 # The options of NG+ that the shared functions read, and that the rivals do not have.
 _NEUTRAL: dict[str, Any] = {
@@ -60,6 +60,6 @@ class Rival(CapturedOptimizer):
         """What each parameter gets and costs; before the first refresh, for that many samples and positions."""
         rows = []
         for matrix in self._matrices:
-            seen = matrix.seen or (batch_size or 0, positions)
-            rows.append(self._row(matrix, self._group(matrix), self.state.get(matrix.params[0], {}), *seen))
+            seen, state = matrix.seen or (batch_size or 0, positions), self.state.get(matrix.params[0], {})
+            rows.append(as_trained(self._row(matrix, self._group(matrix), state, *seen), matrix, state))
         return Plan(tuple(rows))

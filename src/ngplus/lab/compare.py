@@ -44,8 +44,9 @@ def compare(
     A published recipe, as imagenet's preset paper has some, keeps its own budget and schedule; the table says so.
 
     Runs are interleaved, so that a busy moment of the machine hits all of them. Runs that have ended are kept and not
-    made again: break off at any time, and the same command goes on. Several workloads come one after the other, each
-    with a folder of its own in --out.
+    made again: break off at any time, and the same command goes on. It says so where kept runs were made by another
+    version of the code; --fresh makes them again. Several workloads come one after the other, each with a folder of its
+    own in --out.
 
     ngplus compare digits
 
@@ -126,6 +127,7 @@ def _show(console: Console, title: str, runs: list[Run], wanted: int, root: Path
     from rich.table import Table
 
     from ngplus.lab.report import summary
+    from ngplus.lab.runs import code
 
     if not runs:
         return
@@ -138,4 +140,9 @@ def _show(console: Console, title: str, runs: list[Run], wanted: int, root: Path
     console.print(table)
     if len(runs) < wanted or any(run.result is None or not run.result.ended for run in runs):
         console.print("Not all runs are there yet: the same command goes on with them.")
+    if older := sum(run.environment.get("code") != code() for run in runs):
+        console.print(
+            f"{older} of these {len(runs)} runs were kept from another version of the code, and may differ from what "
+            "is made now: --fresh makes them again."
+        )
     console.print(f"As a page: ngplus report {shared.shown(str(root))} --out report.html", highlight=False)

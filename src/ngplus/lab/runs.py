@@ -2,7 +2,7 @@
 
 =================== ==================================================================================================
 config.json         what was asked for: workload, sizes, optimizer, hyper-parameters, seed, and how they were tuned
-environment.json    where it ran: versions, threads, processor
+environment.json    where it ran: versions, the code as a number, threads, processor
 metrics.jsonl       a line of JSON for each look, with its metrics, and for steps between: step, seconds, training loss
 events.out.*        the same for TensorBoard
 checkpoint.pt       the state after a look or every so many steps, written in one piece or not at all
@@ -12,6 +12,8 @@ result.json         there once the run has ended: how, and the summary
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import math
 import os
@@ -256,6 +258,21 @@ def _short(value: Any) -> str:
 # ------------------------------------------------------------------------------------------------ reading runs
 
 
+@functools.cache
+def code() -> str:
+    """All that a curve comes from, as a short number: the library, the workloads and the training loop as they are now.
+
+    Runs with the same settings have the same curve only where this is the same, too.
+    """
+    root = Path(__file__).parents[1]
+    own = [path for path in root.rglob("*.py") if "lab" not in path.relative_to(root).parts]
+    lab = [*(root / "lab" / "workloads").glob("*.py"), root / "lab" / "training.py", root / "lab" / "optimizers.py"]
+    digest = hashlib.sha256()
+    for path in sorted(own + lab):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 def environment() -> dict[str, Any]:
     import torch
 
@@ -263,6 +280,7 @@ def environment() -> dict[str, Any]:
 
     return {
         "ngplus": ngplus.__version__,
+        "code": code(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
