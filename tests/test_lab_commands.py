@@ -80,15 +80,31 @@ def test_compare_keeps_what_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_compare_tells_of_runs_that_other_code_has_made() -> None:
     arguments = ["compare", "digits", "--optimizers", "sgd,adam", "--seeds", "1", *SHORT]
-    other = "kept from another version of the code"
+    other = "come from other code than that at hand"
     assert other not in ngplus(*arguments)
     assert other not in ngplus(*arguments)
     place = Path("runs/digits-small/sgd-seed0/environment.json")
     runs.write_json(place, {**runs.load(place.parent).environment, "code": "0123456789ab"})
-    assert f"1 of these 2 runs were {other}" in ngplus(*arguments)
+    assert f"Of these 2 runs 1 {other}" in ngplus(*arguments)
     place.unlink()  # as of a run from before there was such a number
-    assert f"1 of these 2 runs were {other}" in ngplus(*arguments)
+    assert f"Of these 2 runs 1 {other}" in ngplus(*arguments)
     assert other not in ngplus(*arguments, "--fresh")
+
+
+def test_the_digest_is_that_of_the_code_a_curve_comes_from(tmp_path: Path) -> None:
+    def digest(number: int, **files: str) -> str:
+        package = tmp_path / str(number) / "ngplus"
+        for name in ("solve", "layers/conv", "lab/training", "lab/schedules", "lab/workloads/digits", "lab/bench/rows"):
+            path = package / f"{name}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(files.get(name.rpartition("/")[2], "pass"))
+        return runs.code_digest(package)
+
+    plain = digest(0)
+    assert digest(1) == plain == digest(2, rows="1")
+    for number, name in enumerate(("solve", "conv", "training", "schedules", "digits"), 3):
+        assert digest(number, **{name: "1"}) != plain
+    assert len(runs.code_digest()) == 12
 
 
 def test_tune_writes_a_preset_that_train_takes() -> None:

@@ -133,6 +133,7 @@ def test_what_is_frozen_costs_nothing(kind: Any) -> None:
     assert load.parameter_bytes == both.parameter_bytes
     assert load.state_bytes == trained.state_bytes
     assert load.step_bytes == trained.parameter_bytes
+    assert load.step_flops == trained.step_flops
     one_step(model, optimizer, torch.randn(8, 6), torch.randn(8, 3))
     assert not optimizer.state.get(model[0].weight)  # as the plan has said
     assert optimizer.plan().state_bytes == optimizer.plan()[1].state_bytes > 0
@@ -144,12 +145,27 @@ def test_frozen_after_steps_keeps_the_state_it_has() -> None:
     one_step(model, optimizer, torch.randn(8, 6), torch.randn(8, 3))
     before = optimizer.plan()
     model[0].requires_grad_(False)
+    assert not optimizer.plan()[0].frozen  # the gradient that is there still makes a step
+    optimizer.zero_grad()
     after = optimizer.plan()
     assert after[0].frozen
-    assert after.state_bytes == before.state_bytes
+    assert after.state_bytes == before.state_bytes == after.on_ranks(1).state_bytes
     assert after.step_flops == before[1].step_flops < before.step_flops
-    model[0].weight.requires_grad_(True)  # the weight alone: a matrix without its column of biases
+    model[0].weight.requires_grad_(True)
     assert not optimizer.plan()[0].frozen
+    one_step(model, optimizer, torch.randn(8, 6), torch.randn(8, 3))
+    assert optimizer.plan()[0].shape == (5, 6)  # a matrix without its column of biases
+
+
+def test_a_gradient_by_hand_is_stepped_and_so_not_frozen() -> None:
+    model = nn.Linear(4, 3).requires_grad_(False)
+    optimizer = ngplus.NGPlus(model, curvature="batch")
+    assert optimizer.plan()[0].frozen
+    model.weight.grad = torch.randn(3, 4)
+    assert not optimizer.plan()[0].frozen
+    before = model.weight.clone()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
 
 
 def test_a_small_fraction_is_one_sample_at_least() -> None:

@@ -223,6 +223,28 @@ def test_loading_into_a_fresh_optimizer_takes_options_and_step_from_the_state() 
     assert {key: restored.param_groups[0][key] for key in wanted} == wanted
 
 
+@pytest.mark.parametrize("change", [{"side": "smaller"}, {"side": "smaller", "block_size": 3}], ids=str)
+def test_an_option_changed_in_a_saved_state_is_a_refresh_from_samples(change: dict[str, Any]) -> None:
+    """As docs/checkpoints.md says: changed before loading, so that the next pass is captured."""
+    model = nn.Linear(6, 5)
+    optimizer = NGPlus(model)
+    for k in range(9):
+        if k == 8:
+            saved = copy.deepcopy(optimizer.state_dict())
+            saved["param_groups"][0].update(change)
+            optimizer = NGPlus(model)
+            optimizer.load_state_dict(saved)
+        optimizer.zero_grad()
+        model(torch.randn(8, 6)).square().mean().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()
+    (row,) = optimizer.plan()
+    assert (row.source, row.side) == ("sample", "left")
+    assert optimizer.state[model.weight]["adam_step"] == 1
+    assert optimizer.state[model.weight]["basis"].shape[-1] == change.get("block_size", 5)
+
+
 def test_loading_adds_nothing_to_the_groups() -> None:
     model = small_net()
     optimizer = NGPlus(model, lr=1e-3)

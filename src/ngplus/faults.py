@@ -19,7 +19,7 @@ from torch import Tensor
 # The longest step that is taken: below it, finite parameters stay finite (a number near the end of float32's range does
 # not change by adding it), and its square is finite, too.
 LONGEST_STEP = 1e18
-LARGE = 2**15  # numbers from which on a call of its own is worth its while
+LARGE = 2**15  # with so many numbers, a tensor is worth a call of its own
 SEEN = ("cpu",)  # where numbers lie in the host's own memory
 
 

@@ -51,12 +51,10 @@ class Load:
 
 
 def load_of(rows: Sequence[PlanRow], ranks: int, distribution: str) -> Load:
-    """The load of the busiest of so many ranks, with matrices assigned as :class:`ngplus.NGPlus` assigns them; those
-    that are frozen count as parameters only."""
+    """The load of the busiest of so many ranks, with matrices assigned as :class:`ngplus.NGPlus` assigns them where
+    none is frozen: those that are count for nothing here, and like any other there."""
     options.choice("distribution", distribution, KNOWN)
     options.whole("ranks", ranks)
-    parameters = sum(row.parameter_bytes for row in rows)
-    rows = [row for row in rows if not row.frozen]
     sharded = distribution == "sharded"
     # Where rows are sparse, every rank applies the inverse to those that it has touched.
     away = [distribution != "communication" and not row.sparse for row in rows]
@@ -76,9 +74,13 @@ def load_of(rows: Sequence[PlanRow], ranks: int, distribution: str) -> Load:
         """By each rank, or by the owner alone."""
         return total(cost, gone=False) + busiest(cost, gone=True)
 
-    directions = total(lambda row: row.parameter_bytes, gone=True)
+    def direction(row: PlanRow) -> int:
+        return 0 if row.frozen else row.parameter_bytes
+
+    directions = total(direction, gone=True)
     if sharded:  # a part of each gradient goes out, and the whole of each direction that is the rank's own
-        directions = directions // ranks + busiest(lambda row: row.parameter_bytes, gone=True)
+        directions = directions // ranks + busiest(direction, gone=True)
+    parameters = sum(row.parameter_bytes for row in rows)
     return Load(
         ranks=ranks,
         distribution=distribution,
@@ -95,7 +97,7 @@ def load_of(rows: Sequence[PlanRow], ranks: int, distribution: str) -> Load:
 
 def _cost_of(row: PlanRow, steps: bool) -> float:
     """What :func:`ngplus.sync.cost_of` counts."""
-    elementwise = row.groups * row.shape[0] * row.shape[1]
+    elementwise = 0 if row.frozen else row.groups * row.shape[0] * row.shape[1]
     return float(row.inverse_flops + (row.step_flops + elementwise if steps else 0))
 
 

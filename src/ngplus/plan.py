@@ -34,7 +34,7 @@ from ngplus.sketch import SketchSpec
 from ngplus.sync import Team, Wire
 
 EIGH = 9  # an eigendecomposition is about 9 d^3 FLOPs
-COSTS = ("blocks", "step_flops", "refresh_flops", "inverse_flops", "wire_bytes", "inverse_bytes", "step_bytes")
+COSTS = ("step_flops", "refresh_flops", "inverse_flops", "wire_bytes", "inverse_bytes", "step_bytes")
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class PlanRow:
         inverse_flops: the part of ``refresh_flops`` that only the owner has.
         sparse: the gradients may be sparse; every rank applies the inverse to the rows touched.
         parameter_bytes: of the parameters themselves.
-        frozen: no parameter requires a gradient: nothing is done, and kept, but for what was kept before.
+        frozen: no parameter requires a gradient, or has one: nothing is done, and only what was kept before is kept.
 
     Examples:
         >>> row = ngplus.NGPlus(nn.Conv2d(3, 8, 3)).plan(batch_size=4)[0]
@@ -233,12 +233,14 @@ def plan_of(entries: Sequence[Entry], batch_size: int | None, positions: int | M
         if name not in names:
             raise KeyError(no_such_name(name, names, "positions"))
     rows = (_row(*entry, batch_size, positions) for entry in entries)
-    return Plan(tuple(as_trained(row, matrix, state) for row, (matrix, _, state, _) in zip(rows, entries, strict=True)))
+    return Plan(
+        tuple(unless_frozen(row, matrix, state) for row, (matrix, _, state, _) in zip(rows, entries, strict=True))
+    )
 
 
-def as_trained(row: PlanRow, matrix: ParameterMatrix, state: Mapping[str, Any]) -> PlanRow:
+def unless_frozen(row: PlanRow, matrix: ParameterMatrix, state: Mapping[str, Any]) -> PlanRow:
     """The row; of a matrix that is frozen, one without costs, and with the state that it has from before."""
-    if any(param.requires_grad for param in matrix.params):
+    if any(param.requires_grad or param.grad is not None for param in matrix.params):
         return row
     kinds: dict[str, Any] = dict.fromkeys(("source", "side", "solver"), "none")
     costs: dict[str, Any] = dict.fromkeys(COSTS, 0)

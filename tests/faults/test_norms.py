@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ngplus import faults
 from ngplus.faults import LARGE, norms_of
 
 ROWS = 256
@@ -13,7 +14,7 @@ COLS = LARGE // ROWS
 
 
 def tensors(dtype: torch.dtype) -> list[Tensor]:
-    """Small, as large as can be told apart and larger, transposed, empty, and with strides of its own."""
+    """Small, just below ``LARGE``, ``LARGE``, above and transposed, four dimensions, empty, strides of its own."""
     generator = torch.Generator().manual_seed(0)
 
     def make(*shape: int) -> Tensor:
@@ -35,6 +36,20 @@ def test_norms_are_those_of_the_numbers(dtype: torch.dtype) -> None:
     given = tensors(dtype)
     expected = torch.stack([t.double().square().sum().sqrt() for t in given])
     torch.testing.assert_close(norms_of(given).double(), expected, rtol=1e-5, atol=0)
+
+
+def test_large_tensors_alone_go_to_blas(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    real = faults._length
+
+    def watched(vector: Tensor) -> Tensor:
+        sizes.append(len(vector))
+        return real(vector)
+
+    monkeypatch.setattr(faults, "_length", watched)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        norms_of(tensors(dtype))
+    assert sizes == [LARGE, 4 * LARGE] * 2  # neither the transposed one nor 16 bits
 
 
 def test_a_mixture_of_types_and_a_sparse_tensor() -> None:

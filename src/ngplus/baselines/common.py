@@ -16,7 +16,7 @@ from ngplus.captured import CapturedOptimizer
 from ngplus.curvature import Gathered, Group, State
 from ngplus.gathering import many_ranks
 from ngplus.matrices import ParameterMatrix
-from ngplus.plan import Plan, PlanRow, as_trained
+from ngplus.plan import Plan, PlanRow, unless_frozen
 
 # The options of NG+ that the shared functions read, and that the rivals do not have.
 _NEUTRAL: dict[str, Any] = {
@@ -61,5 +61,5 @@ class Rival(CapturedOptimizer):
         rows = []
         for matrix in self._matrices:
             seen, state = matrix.seen or (batch_size or 0, positions), self.state.get(matrix.params[0], {})
-            rows.append(as_trained(self._row(matrix, self._group(matrix), state, *seen), matrix, state))
+            rows.append(unless_frozen(self._row(matrix, self._group(matrix), state, *seen), matrix, state))
         return Plan(tuple(rows))

@@ -127,7 +127,7 @@ def _show(console: Console, title: str, runs: list[Run], wanted: int, root: Path
     from rich.table import Table
 
     from ngplus.lab.report import summary
-    from ngplus.lab.runs import code
+    from ngplus.lab.runs import code_digest
 
     if not runs:
         return
@@ -140,9 +140,9 @@ def _show(console: Console, title: str, runs: list[Run], wanted: int, root: Path
     console.print(table)
     if len(runs) < wanted or any(run.result is None or not run.result.ended for run in runs):
         console.print("Not all runs are there yet: the same command goes on with them.")
-    if older := sum(run.environment.get("code") != code() for run in runs):
+    if others := sum(run.environment.get("code") != code_digest() for run in runs):
         console.print(
-            f"{older} of these {len(runs)} runs were kept from another version of the code, and may differ from what "
-            "is made now: --fresh makes them again."
+            f"Of these {len(runs)} runs {others} come from other code than that at hand, or it is not known from "
+            "which, and may differ from what it makes: --fresh makes them again."
         )
     console.print(f"As a page: ngplus report {shared.shown(str(root))} --out report.html", highlight=False)

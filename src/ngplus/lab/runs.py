@@ -2,7 +2,7 @@
 
 =================== ==================================================================================================
 config.json         what was asked for: workload, sizes, optimizer, hyper-parameters, seed, and how they were tuned
-environment.json    where it ran: versions, the code as a number, threads, processor
+environment.json    where it ran: versions, a digest of the code, threads, processor
 metrics.jsonl       a line of JSON for each look, with its metrics, and for steps between: step, seconds, training loss
 events.out.*        the same for TensorBoard
 checkpoint.pt       the state after a look or every so many steps, written in one piece or not at all
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 FORMAT = 1
+CURVE = ("training", "optimizers", "schedules", "processes", "runs")  # the laboratory's modules that a curve comes from
 FILES = ("result.json", "checkpoint.pt", "metrics.jsonl", "environment.json", "config.json")
 Metrics = list[dict[str, Any]]
 ANEW = "Remove what is damaged, and make it again"
@@ -259,17 +260,16 @@ def _short(value: Any) -> str:
 
 
 @functools.cache
-def code() -> str:
-    """All that a curve comes from, as a short number: the library, the workloads and the training loop as they are now.
+def code_digest(package: Path = Path(__file__).parents[1]) -> str:
+    """A digest of the code that a curve comes from: the library, the workloads and the training loop as they are now.
 
     Runs with the same settings have the same curve only where this is the same, too.
     """
-    root = Path(__file__).parents[1]
-    own = [path for path in root.rglob("*.py") if "lab" not in path.relative_to(root).parts]
-    lab = [*(root / "lab" / "workloads").glob("*.py"), root / "lab" / "training.py", root / "lab" / "optimizers.py"]
     digest = hashlib.sha256()
-    for path in sorted(own + lab):
-        digest.update(path.read_bytes())
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package)
+        if name.parts[0] != "lab" or name.parts[1] == "workloads" or name.stem in CURVE:
+            digest.update(f"{name.as_posix()}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 
@@ -280,7 +280,7 @@ def environment() -> dict[str, Any]:
 
     return {
         "ngplus": ngplus.__version__,
-        "code": code(),
+        "code": code_digest(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
