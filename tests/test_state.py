@@ -224,17 +224,21 @@ def test_loading_into_a_fresh_optimizer_takes_options_and_step_from_the_state() 
 
 
 @pytest.mark.parametrize("change", [{"side": "smaller"}, {"side": "smaller", "block_size": 3}], ids=str)
-def test_an_option_changed_in_a_saved_state_is_a_refresh_from_samples(change: dict[str, Any]) -> None:
-    """As docs/checkpoints.md says: changed before loading, so that the next pass is captured."""
+@pytest.mark.parametrize("when", ["before loading", "after loading", "between two steps", "after zero_grad"])
+def test_a_changed_option_is_a_refresh_from_samples(change: dict[str, Any], when: str) -> None:
     model = nn.Linear(6, 5)
     optimizer = NGPlus(model)
     for k in range(9):
-        if k == 8:
+        if k == 8 and "loading" in when:
             saved = copy.deepcopy(optimizer.state_dict())
-            saved["param_groups"][0].update(change)
+            saved["param_groups"][0].update(change if when == "before loading" else {})
             optimizer = NGPlus(model)
             optimizer.load_state_dict(saved)
+        if k == 8 and when in ("after loading", "between two steps"):
+            optimizer.param_groups[0].update(change)
         optimizer.zero_grad()
+        if k == 8 and when == "after zero_grad":
+            optimizer.param_groups[0].update(change)
         model(torch.randn(8, 6)).square().mean().backward()
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -28,6 +28,8 @@ from ngplus.sharding import shards_of
 from ngplus.sync import DISTRIBUTIONS, Ranks, Replicas, Team
 
 OF_ALL = ("model", "batch_dim", "process_group", "distribution")  # arguments that no group has for itself
+# Options that decide whether a matrix is due for a refresh.
+ARMING = ("step", "update_every", "early_refreshes", "scaling", "curvature", "side", "block_size", "sketch")
 
 
 def early_refreshes(every: int) -> list[int]:
@@ -128,7 +130,7 @@ class BoundOptimizer(Optimizer):
             shards_of(self._matrices, self._model, self._of_param, self._owners, self._ranks)
         )
         self._team_of = {id(matrix): team for team in self._teams for matrix in team.matrices}
-        self._gathering = Gathering(self._matrices, self._of_param, self._gathers)
+        self._gathering = Gathering(self._matrices, self._of_param, self._gathers, self._arm_anew)
         self._find_replicas()
         if self._model is not None and any(map(self._captures, self.param_groups)):
             self._gathering.watch(self._model, uses, self._batch_dim, self._compiled)
@@ -222,10 +224,19 @@ class BoundOptimizer(Optimizer):
         return zlib.crc32(f"{matrix.side(group['side'])} {cut} {matrix.dtype} {group['scaling']}".encode())
 
     def _arm(self) -> None:
+        self._armed_by = self._arming_options()
         for matrix in self._matrices:
             matrix.armed = self._captures(self._group(matrix)) and matrix.source != "batch" and self._due(matrix)
         if self._gathering is not None:
             self._gathering.note_armed()
+
+    def _arm_anew(self) -> None:
+        """Before a pass: an option that makes a refresh due may have been changed since the last step."""
+        if self._arming_options() != self._armed_by:
+            self._arm()
+
+    def _arming_options(self) -> list[list[Any]]:
+        return [[group.get(name) for name in ARMING] for group in self.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim; what a backward pass without a step has gathered is dropped with its gradients."""

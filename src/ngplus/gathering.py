@@ -31,15 +31,18 @@ def seed_of(group: Group) -> int:
 
 
 class Gathering:
-    """The sums of products of all matrices since the last step. ``groups`` has the options of each parameter."""
+    """The sums of products of all matrices since the last step. ``groups`` has the options of each parameter;
+    ``on_forward``, a method, is called before each training pass."""
 
     def __init__(
         self,
         matrices: list[ParameterMatrix],
         groups: Mapping[nn.Parameter, Group],
-        gathers: type[Gathered] = Gathered,
+        gathers: type[Gathered],
+        on_forward: Callable[[], None],
     ) -> None:
         self._matrices, self._groups, self._gathers = matrices, groups, gathers
+        self._on_forward = _weakly(on_forward)
         self._gathered: dict[int, Gathered] = {}
         self._capture: Capture | None = None
         self.ranks: Ranks | None = None  # found where the model runs inside a DistributedDataParallel made later
@@ -116,6 +119,7 @@ class Gathering:
     def _before_forward(self) -> None:
         """Is the model one of several ranks'? And gradients thrown away (model.zero_grad()) take with them what was
         gathered."""
+        self._on_forward()
         if self.ranks is None:
             self.ranks = Ranks.of(nn.parallel.DistributedDataParallel._active_ddp_module, None)
         for matrix in self._matrices:
