@@ -394,9 +394,13 @@ def test_a_change_from_one_side_to_both_is_a_refresh() -> None:
     (x, y), *rest = batches(3)
     train(model, optimizer, x, y)
     optimizer.param_groups[0]["side"] = "both"
-    with pytest.warns(UserWarning, match="No per-sample curvature"):  # the capture was not armed for this step
-        train(model, optimizer, *rest[0])
+    train(model, optimizer, *rest[0])
     assert "basis_tail" in optimizer.state[model.weight]
+    assert optimizer.plan()[0].source == "sample"
+    optimizer.param_groups[0].update(scaling="inverse", side="smaller", curvature="sample", nesterov=False)
+    train(model, optimizer, *rest[1])
+    kept = set(optimizer.state[model.weight])
+    assert kept == {"inverse", "damping", "refreshed", "momentum_buffer"}  # and nothing of what adaptive scaling keeps
 
 
 @pytest.mark.parametrize("bad", [{"scaling": "inverse"}, {"block_size": 2}, {"sketch": 2}])

@@ -247,7 +247,9 @@ def test_every_parameter_gets_sample_curvature(name: str, data: Path) -> None:
     opt = ngplus.NGPlus(model, update_every=1, side="both")  # "auto" leaves vectors and tables out
     task.loss(model, task.batch(0, 0)).backward()
     opt.step()
-    assert {row.source for row in opt.plan()} == {"sample"}
+    assert {row.source for row in opt.plan() if not row.frozen} == {"sample"}
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    assert [row.name for row in opt.plan() if row.frozen] == frozen
 
 
 # ------------------------------------------------------------------------------------------------ data errors

@@ -312,8 +312,13 @@ class NGPlus(CapturedOptimizer):
         return 1 if self._many_ranks else None  # ranks are not ready at the same moment, but take it up in one step
 
     def _install(self, state: State, new: Solved, group: Group) -> None:
+        """A refresh's result into the state, and out of it what other options than today's have left there."""
+        if group["curvature"] == "sample":
+            curvatures.clear(state, "curvature")
         if "basis" in new:
             adaptive.carry_moments(state, new["basis"], group)
+        else:
+            curvatures.clear(state, "basis", "spectrum", "exp_avg", *adaptive.SECOND, "floor", "adam_step")
         curvatures.install(state, new)
 
     def _due(self, matrix: ParameterMatrix) -> bool:
