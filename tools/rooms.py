@@ -63,6 +63,7 @@ ROOMS = (
             "options",
             "plan",
             "preconditioner",
+            "steady",
             "study",
             "update",
         ),

@@ -57,17 +57,126 @@ def carry_moments(state: State, new: Sequence[Tensor], group: Group) -> None:
         state["floor"] = _floor(state, second, group)
 
 
-def steps(works: Sequence[tuple[State, list[Tensor]]], group: Group) -> list[list[Tensor]]:
-    """Adam's steps in the eigenbases of many matrices with one group's options; their gradients come in stacks.
+class Steps:
+    """Adam's steps in the eigenbases of many matrices with one group's options, made ready once for many steps.
 
     Of each matrix one or two products with Q and its transpose, of small ones of the same shape in one call; what is
     elementwise is done for all matrices in one call. So many small layers cost little more than one large one.
     """
-    kept = [_kept(state, stacks, group) for state, stacks in works]
-    bundles = bundled(works, kept) if group["step"] > 0 else alone(works)  # at the first step the moments begin anew
-    made = _steps([bundle.work for bundle in bundles], group)
-    spread = dict(pair for bundle, stacks in zip(bundles, made, strict=True) for pair in bundle.spread(stacks))
-    return [spread[i] for i in range(len(works))]
+
+    def __init__(self, works: Sequence[tuple[State, list[Tensor]]], group: Group) -> None:
+        """``works``: what each matrix keeps, and the stacks of its gradient, of which the shapes matter here."""
+        if group["step"] == 0:  # the moments begin anew
+            self.bundles = alone(works)
+        else:
+            self.bundles = bundled(works, [_kept(state, stacks, group) for state, stacks in works])
+        self._out_of: list[Bases] = []
+        self._first: list[Tensor] = []
+        self._second: list[Tensor | Pair] = []
+        self._lengths: list[int] = []
+        for bundle in self.bundles:
+            self._out_of += _bases(read(bundle.state, "basis"), bundle.stacks)
+            first, second = _moments(bundle.state, bundle.stacks, group)
+            self._first += first
+            self._second += second
+            self._lengths.append(len(bundle.stacks))
+        self._into = [(_turned(one), _turned(other)) for one, other in self._out_of]
+        self._full = [i for i, v in enumerate(self._second) if isinstance(v, Tensor)]
+        self._factored = [i for i, v in enumerate(self._second) if not isinstance(v, Tensor)]
+        self._pairs = [v for v in self._second if not isinstance(v, Tensor)]
+        self._weights = [_weights(self._first[i]) for i in self._factored]
+        self._floors: dict[int, Tensor] | None = None
+        self._own = [x for bundle in self.bundles for x in bundle.own]
+        self._rows = [x for bundle in self.bundles for x in bundle.rows]
+
+    def gradients(self) -> list[Tensor]:
+        """The stacks of all bundles, as they were given."""
+        return [stack for bundle in self.bundles for stack in bundle.stacks]
+
+    def step(self, gradients: Sequence[Tensor], group: Group) -> list[Tensor]:
+        """The steps of all bundles from the stacks of their gradients; each matrix has its new moments."""
+        beta1, beta2 = group["momentum"], group["beta2"]
+        turned = [_across(_along(one, g), other) for (one, other), g in zip(self._into, gradients, strict=True)]
+        counts = [n for b, length in zip(self.bundles, self._lengths, strict=True) for n in [b.count()] * length]
+        self._take_in_squares(turned, 1 - beta2)
+        torch._foreach_lerp_(self._first, turned, 1 - beta1)
+        if group["nesterov"]:
+            ahead = list(torch._foreach_lerp(self._first, turned, 1 - beta1))
+        else:
+            ahead = [m.clone() for m in self._first]
+        if self._own:
+            torch._foreach_copy_(self._own, self._rows)
+        # With c = 1 - beta2^t: m / (sqrt(v / c) + floor) = sqrt(c) m / (sqrt(v) + sqrt(c) floor), in as few passes as
+        # can be.
+        roots = [(1 - beta2**count) ** 0.5 for count in counts]
+        torch._foreach_div_(ahead, self._denominators(roots, group))
+        self._scale(ahead, [root / (1 - beta1**count) for root, count in zip(roots, counts, strict=True)])
+        return [_across(_along(one, s), other) for (one, other), s in zip(self._out_of, ahead, strict=True)]
+
+    def spread(self, made: Sequence[Tensor]) -> list[list[Tensor]]:
+        """What was made of the stacks of the bundles, for each matrix by its place."""
+        of_bundles = zip(self.bundles, _cut(made, self._lengths), strict=True)
+        places = dict(pair for bundle, stacks in of_bundles for pair in bundle.spread(stacks))
+        return [places[i] for i in range(len(places))]
+
+    def _take_in_squares(self, turned: Sequence[Tensor], weight: float) -> None:
+        """The moving averages of the squares, or of their means over rows and columns."""
+        if self._full:
+            own, gradients = [self._held(i) for i in self._full], [turned[i] for i in self._full]
+            torch._foreach_mul_(own, 1 - weight)
+            torch._foreach_addcmul_(own, gradients, gradients, weight)
+        if self._factored:
+            gradients = [turned[i] for i in self._factored]
+            squares = torch._foreach_mul(gradients, gradients)
+            means = [mean for s, w in zip(squares, self._weights, strict=True) for mean in _means(s, *w)]
+            torch._foreach_lerp_([mean for pair in self._pairs for mean in pair], means, weight)
+
+    def _held(self, i: int) -> Tensor:
+        """The second moment in full, or its means over rows."""
+        second = self._second[i]
+        return second if isinstance(second, Tensor) else second[0]
+
+    def _denominators(self, roots: list[float], group: Group) -> list[Tensor]:
+        """sqrt(v) + sqrt(c) (floor + eps) of each stack; without a basis there is no floor."""
+        if self._floors is None:
+            self._floors = self._find_floors(group)
+        made = iter(torch._foreach_sqrt([self._held(i) for i in self._full]) if self._full else ())
+        products = iter(_roots(self._pairs))
+        out = [next(made if isinstance(v, Tensor) else products) for v in self._second]
+        flat = [i for i in range(len(out)) if i not in self._floors]
+        if flat:
+            torch._foreach_add_([out[i] for i in flat], [roots[i] * group["eps"] for i in flat])
+        if self._floors:
+            added = torch._foreach_mul(list(self._floors.values()), [roots[i] for i in self._floors])
+            torch._foreach_add_([out[i] for i in self._floors], added)
+        return out
+
+    def _find_floors(self, group: Group) -> dict[int, Tensor]:
+        """floor + eps for each stack that has a basis; the floor is taken where a refresh has left none."""
+        floors: dict[int, Tensor] = {}
+        start = 0
+        for bundle, length in zip(self.bundles, self._lengths, strict=True):
+            end, state = start + length, bundle.state
+            if "basis" in state:
+                if "floor" not in state:
+                    state["floor"] = _floor(state, [self._held(i) for i in range(start, end)], group)
+                floors.update((i, state["floor"]) for i in range(start, end))
+            start = end
+        return dict(zip(floors, torch._foreach_add(list(floors.values()), group["eps"]), strict=True)) if floors else {}
+
+    def _scale(self, steps: Sequence[Tensor], by: Sequence[float]) -> None:
+        """The steps times a number each; a factored block whose root mean square exceeds ``FULL_STEP`` is brought to
+        it."""
+        if self._full:
+            torch._foreach_mul_([steps[i] for i in self._full], [by[i] for i in self._full])
+        if self._factored:
+            pairs = [steps[i] for i in self._factored]
+            lengths = [torch.linalg.vector_norm(s, dim=(-2, -1), keepdim=True) for s in pairs]
+            torch._foreach_mul_(lengths, [(s.shape[-2] * s.shape[-1]) ** -0.5 / FULL_STEP for s in pairs])
+            torch._foreach_clamp_min_(
+                lengths, [1 / by[i] for i in self._factored]
+            )  # s k / max(1, k length), in one pass
+            torch._foreach_div_(pairs, lengths)
 
 
 def _kept(state: State, stacks: list[Tensor], group: Group) -> list[str]:
@@ -76,90 +185,18 @@ def _kept(state: State, stacks: list[Tensor], group: Group) -> list[str]:
     return [name for tail in TAILS if (name := "basis" + tail) in state] + ["exp_avg", *second]
 
 
-def _steps(works: Sequence[tuple[State, list[Tensor]]], group: Group) -> list[list[Tensor]]:
-    beta1, beta2 = group["momentum"], group["beta2"]
-    bases = [q for state, stacks in works for q in _bases(read(state, "basis"), stacks)]
-    gradients = [g for _, stacks in works for g in stacks]
-    turned = [_into(q, g) for q, g in zip(bases, gradients, strict=True)]
-    first: list[Tensor] = []
-    second: list[Tensor | Pair] = []
-    counts: list[int] = []
-    for (state, _), own in zip(works, _split_like(turned, works), strict=True):
-        moments = _moments(state, own, group)
-        first += moments[0]
-        second += moments[1]
-        counts += [int(state["adam_step"])] * len(own)
-    _take_in_squares(second, turned, 1 - beta2)
-    torch._foreach_lerp_(first, turned, 1 - beta1)
-    ahead = list(torch._foreach_lerp(first, turned, 1 - beta1)) if group["nesterov"] else [m.clone() for m in first]
-    # With c = 1 - beta2^t: m / (sqrt(v / c) + floor) = sqrt(c) m / (sqrt(v) + sqrt(c) floor), in as few passes as can.
-    roots = [(1 - beta2**count) ** 0.5 for count in counts]
-    torch._foreach_div_(ahead, _denominators(works, second, roots, group))
-    _scale(ahead, second, [root / (1 - beta1**count) for root, count in zip(roots, counts, strict=True)])
-    return _split_like([_out_of(q, s) for q, s in zip(bases, ahead, strict=True)], works)
+def _weights(like: Tensor) -> Pair:
+    """1/D for each column and 1/p for each row: products with them are means."""
+    stacks, rows, cols = like.shape
+    return (
+        like.new_full((cols, 1), 1 / cols).expand(stacks, -1, -1),
+        like.new_full((1, rows), 1 / rows).expand(stacks, -1, -1),
+    )
 
 
-def _scale(steps: Sequence[Tensor], second: Sequence[Tensor | Pair], by: Sequence[float]) -> None:
-    """The steps times a number each; a factored block whose root mean square exceeds ``FULL_STEP`` is brought to it."""
-    full = [(s, k) for s, v, k in zip(steps, second, by, strict=True) if isinstance(v, Tensor)]
-    if full:
-        torch._foreach_mul_([s for s, _ in full], [k for _, k in full])
-    pairs = [(s, k) for s, v, k in zip(steps, second, by, strict=True) if not isinstance(v, Tensor)]
-    if pairs:
-        lengths = [torch.linalg.vector_norm(s, dim=(-2, -1), keepdim=True) for s, _ in pairs]
-        torch._foreach_mul_(lengths, [(s.shape[-2] * s.shape[-1]) ** -0.5 / FULL_STEP for s, _ in pairs])
-        torch._foreach_clamp_min_(lengths, [1 / k for _, k in pairs])  # s k / max(1, k length), in one pass
-        torch._foreach_div_([s for s, _ in pairs], lengths)
-
-
-def _take_in_squares(second: Sequence[Tensor | Pair], turned: Sequence[Tensor], weight: float) -> None:
-    """The moving averages of the squares, or of their means over rows and columns."""
-    full = [(v, t) for v, t in zip(second, turned, strict=True) if isinstance(v, Tensor)]
-    if full:
-        own, gradients = [v for v, _ in full], [t for _, t in full]
-        torch._foreach_mul_(own, 1 - weight)
-        torch._foreach_addcmul_(own, gradients, gradients, weight)
-    pairs = [(v, t) for v, t in zip(second, turned, strict=True) if not isinstance(v, Tensor)]
-    if pairs:
-        squares = torch._foreach_mul([t for _, t in pairs], [t for _, t in pairs])
-        means = [mean for s in squares for mean in _means(s)]
-        torch._foreach_lerp_([mean for v, _ in pairs for mean in v], means, weight)
-
-
-def _means(squares: Tensor) -> Pair:
+def _means(squares: Tensor, along: Tensor, down: Tensor) -> Pair:
     """Over each row and over each column, as products: a third of the time of torch's own for tables of few columns."""
-    stacks, rows, cols = squares.shape
-    along = squares.new_full((cols, 1), 1 / cols).expand(stacks, -1, -1)
-    down = squares.new_full((1, rows), 1 / rows).expand(stacks, -1, -1)
     return torch.bmm(squares, along), torch.bmm(down, squares)
-
-
-def _denominators(
-    works: Sequence[tuple[State, list[Tensor]]], second: list[Tensor | Pair], roots: list[float], group: Group
-) -> list[Tensor]:
-    """sqrt(v) + sqrt(c) (floor + eps) of each stack; without a basis there is no floor."""
-    floors: dict[int, Tensor] = {}
-    start = 0
-    for state, stacks in works:
-        end = start + len(stacks)
-        if "basis" in state:
-            floor = state.get("floor")
-            if floor is None:
-                held = [v if isinstance(v, Tensor) else v[0] for v in second[start:end]]
-                floor = state["floor"] = _floor(state, held, group)
-            floors.update(dict.fromkeys(range(start, end), floor))
-        start = end
-    full = [v for v in second if isinstance(v, Tensor)]
-    made = iter(torch._foreach_sqrt(full) if full else ())
-    products = iter(_roots([v for v in second if not isinstance(v, Tensor)]))
-    out = [next(made if isinstance(v, Tensor) else products) for v in second]
-    flat = [i for i in range(len(out)) if i not in floors]
-    if flat:
-        torch._foreach_add_([out[i] for i in flat], [roots[i] * group["eps"] for i in flat])
-    if floors:
-        added = torch._foreach_add(list(floors.values()), group["eps"])
-        torch._foreach_add_([out[i] for i in floors], torch._foreach_mul(added, [roots[i] for i in floors]))
-    return out
 
 
 def _roots(pairs: Sequence[Pair]) -> Sequence[Tensor]:
@@ -167,7 +204,8 @@ def _roots(pairs: Sequence[Pair]) -> Sequence[Tensor]:
     if not pairs:
         return ()
     rows, cols = zip(*pairs, strict=True)
-    means = [row.mean(-2, keepdim=True).clamp_min_(torch.finfo(row.dtype).tiny) for row in rows]
+    means = [row.mean(-2, keepdim=True) for row in rows]
+    torch._foreach_clamp_min_(means, torch.finfo(rows[0].dtype).tiny)
     across = torch._foreach_div(cols, means)
     torch._foreach_sqrt_(across)
     return torch._foreach_mul(torch._foreach_sqrt(rows), across)
@@ -197,23 +235,22 @@ def sparse_steps(state: State, stacks: list[Tensor], group: Group) -> list[Tenso
     return [_out_of(q, t / r) for q, t, r in zip(bases, turned, roots, strict=True)]
 
 
-def _moments(state: State, turned: list[Tensor], group: Group) -> tuple[list[Tensor], list[Tensor | Pair]]:
-    """The two moments, made anew where they are not there or of another shape, and one more step counted."""
-    factored = is_factored(group, *turned[0].shape[-2:])
+def _moments(state: State, stacks: list[Tensor], group: Group) -> tuple[list[Tensor], list[Tensor | Pair]]:
+    """The two moments of a gradient in these stacks, made anew where they are not there or of another shape."""
+    factored = is_factored(group, *stacks[0].shape[-2:])
     keys = ("exp_avg", *(SECOND[1:] if factored else SECOND[:1]))
     held = [read(state, key) for key in keys]
-    fits = None not in held and _same_shapes(held[0], turned)
+    fits = None not in held and _same_shapes(held[0], stacks)
     if fits and factored:
         fits = all(r.shape[-1] == 1 == c.shape[-2] for r, c in zip(held[1] or [], held[2] or [], strict=True))
     if group["step"] == 0 or not fits:
         clear(state, "exp_avg", *SECOND, "floor")
-        narrow = [t[..., :1] for t in turned], [t[..., :1, :] for t in turned]  # the shapes of the means
-        for key, like in zip(keys, (turned, *narrow) if factored else (turned, turned), strict=True):
+        narrow = [g[..., :1] for g in stacks], [g[..., :1, :] for g in stacks]  # the shapes of the means
+        for key, like in zip(keys, (stacks, *narrow) if factored else (stacks, stacks), strict=True):
             write(state, key, [x.new_zeros(x.shape) for x in like])
         held = [read(state, key) for key in keys]
         state["adam_step"] = 0
-    state["adam_step"] = int(state["adam_step"]) + 1
-    first, *second = (stacks or [] for stacks in held)
+    first, *second = (each or [] for each in held)
     return first, list(zip(*second, strict=True)) if factored else list(second[0])
 
 
@@ -264,7 +301,7 @@ def _along(blocks: Blocks, x: Tensor) -> Tensor:
     """Q X, with Q of blocks along its diagonal."""
     if not blocks or blocks[0].shape[-1] == 1:  # a basis of one is 1
         return x
-    if len(blocks) == 1 and len(blocks[0]) == len(x):
+    if len(blocks) == 1 and blocks[0].shape[0] == x.shape[0]:
         return solve.times(blocks[0], x)
     cut = Cut.of(len(x), x.shape[1], blocks[0].shape[-1])
     return cut.merge([solve.times(q, part) for q, part in zip(blocks, cut.split(x), strict=True)])
@@ -274,7 +311,7 @@ def _across(x: Tensor, blocks: Blocks) -> Tensor:
     """X Q^T, each block of columns at its place."""
     if not blocks:
         return x
-    if len(blocks) == 1 and len(blocks[0]) == len(x):
+    if len(blocks) == 1 and blocks[0].shape[0] == x.shape[0]:
         return torch.bmm(x, blocks[0].mT)
     each = [q for stack in blocks for q in stack.unflatten(0, (len(x), -1)).unbind(1)]
     columns = x.split([q.shape[-1] for q in each], dim=-1)
@@ -298,10 +335,7 @@ def _same_shapes(held: Sequence[Tensor] | None, wanted: Sequence[Tensor]) -> boo
     return held is not None and [x.shape for x in held] == [x.shape for x in wanted]
 
 
-def _split_like(tensors: Sequence[Tensor], works: Sequence[tuple[State, list[Tensor]]]) -> list[list[Tensor]]:
-    """A flat list cut again into the stacks of each matrix."""
-    out, start = [], 0
-    for _, stacks in works:
-        out.append(list(tensors[start : start + len(stacks)]))
-        start += len(stacks)
-    return out
+def _cut(tensors: Sequence[Tensor], lengths: Sequence[int]) -> list[list[Tensor]]:
+    """A flat list in pieces of these lengths."""
+    each = iter(tensors)
+    return [[next(each) for _ in range(length)] for length in lengths]

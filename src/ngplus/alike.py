@@ -1,7 +1,8 @@
 """Small matrices of one shape, worked on as one stack: a model of many layers then takes the calls of a few.
 
 What a matrix keeps stays in the state of its own parameter: it is copied into the stack before the step, and what has
-changed back after it. For small matrices that is less than the calls would cost.
+changed back after it. For small matrices that is less than the calls would cost. Between two refreshes the stacks stay,
+and only what has changed is copied back (:mod:`ngplus.steady`).
 
 On the way from gradient to step: around the direction, where ``scaling`` is "adaptive".
 """
@@ -23,30 +24,42 @@ Work = tuple[State, list[Tensor]]  # what a matrix keeps, and the stacks of its 
 class Bundle:
     """Matrices that are worked on together, by their places in a step; or one alone.
 
-    ``work`` is that of one matrix, or of the stack. Of a stack ``spread`` takes apart what was made of it.
+    ``state`` and ``stacks`` are those of one matrix, or of the stack. Of a stack, ``rows`` are the moments of each
+    matrix in it, and ``own`` where that matrix keeps them.
     """
 
     def __init__(self, works: Sequence[Work], places: list[int], keys: Sequence[str]) -> None:
-        self.places, self._keys, self._states = places, keys, [works[i][0] for i in places]
+        self.places, self.keys, self.states = places, keys, [works[i][0] for i in places]
+        self.own: list[Tensor] = []
+        self.rows: list[Tensor] = []
         if len(places) == 1:
-            self.work = works[places[0]]
+            self.state, self.stacks = works[places[0]]
             return
-        state: State = {key: torch.cat([own[key] for own in self._states]) for key in keys}
-        state["adam_step"] = self._states[0]["adam_step"]
-        if "basis" in state:
-            state["floor"] = torch.stack([own["floor"] for own in self._states])[:, None, None]
-        self.work = state, [_cat([works[i][1][0] for i in places])]
+        self.state = {key: torch.cat([own[key] for own in self.states]) for key in keys}
+        self.state["adam_step"] = self.states[0]["adam_step"]
+        if "basis" in self.state:
+            self.state["floor"] = torch.stack([own["floor"] for own in self.states])[:, None, None]
+        self.stacks = self.joined([works[i][1] for i in places])
+        for key in keys:
+            if not key.startswith("basis"):
+                self.own += [own[key] for own in self.states]
+                self.rows += self.state[key].split(1)
+
+    def joined(self, gradients: Sequence[list[Tensor]]) -> list[Tensor]:
+        """The stacks of each matrix's gradient as those of the bundle."""
+        return gradients[0] if len(gradients) == 1 else [_cat([stacks[0] for stacks in gradients])]
+
+    def count(self) -> int:
+        """One more step of the moments."""
+        count = int(self.state["adam_step"]) + 1
+        for state in (self.state, *self.states):
+            state["adam_step"] = count
+        return count
 
     def spread(self, made: list[Tensor]) -> Iterable[tuple[int, list[Tensor]]]:
-        """What was made of the stacks, for each matrix by its place; and the moments, back to their own."""
+        """What was made of the stacks, for each matrix by its place."""
         if len(self.places) == 1:
             return [(self.places[0], made)]
-        state = self.work[0]
-        moments = [key for key in self._keys if not key.startswith("basis")]
-        own = [held[key] for key in moments for held in self._states]
-        torch._foreach_copy_(own, [row for key in moments for row in state[key].split(1)])
-        for held in self._states:
-            held["adam_step"] = state["adam_step"]
         return zip(self.places, ([row] for row in made[0].split(1)), strict=True)
 
 

@@ -41,6 +41,14 @@ def early_refreshes(every: int) -> list[int]:
     return steps
 
 
+def next_refresh(group: Mapping[str, Any]) -> int:
+    """The step of the first refresh from a group's present step on, this one included."""
+    step, every = group["step"], group["update_every"]
+    early = early_refreshes(every) if group["early_refreshes"] else [0]
+    later = next((at for at in early if at >= step), None)
+    return early[-1] - (early[-1] - step) // every * every if later is None else later
+
+
 class BoundOptimizer(Optimizer):
     """Parameters, options, matrices, teams and the capture of one optimizer, and the checkpoints of its state."""
 
@@ -204,10 +212,7 @@ class BoundOptimizer(Optimizer):
         group = self._complete(self._group(matrix))
         if not matrix.cut_of(group).stacks:  # no side is curved
             return False
-        step, every = group["step"], group["update_every"]
-        early = early_refreshes(every) if group["early_refreshes"] else [0]
-        due = step in early if step < early[-1] else (step - early[-1]) % every == 0
-        return due or not self._fitted(matrix)
+        return group["step"] == next_refresh(group) or not self._fitted(matrix)
 
     def _fitted(self, matrix: ParameterMatrix) -> bool:
         """Is there curvature that fits? Where it is with its owner alone, all ranks go by what they have noted."""

@@ -85,6 +85,13 @@ class CapturedOptimizer(BoundOptimizer):
     def _initialised(self, group: Group, state: State) -> None:
         """After a step that only initialises the state."""
 
+    def _repeated(self) -> dict[nn.Parameter, Tensor | Product] | None:
+        """The directions where this step is like the last one, by what ``_remember`` has kept; None where it is not."""
+        return None
+
+    def _remember(self) -> None:
+        """After a step: what may stand for the next one, too."""
+
     def _share(self, team: Team, fresh: list[ParameterMatrix], gathering: Gathering, due: set[int]) -> None:
         """Refreshes the matrices whose curvature every rank of a team keeps; they are due no more."""
 
@@ -98,12 +105,15 @@ class CapturedOptimizer(BoundOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        directions = self._directions()
+        directions = self._repeated()
+        if directions is None:
+            directions = self._directions()
         if directions is not None:
             for group in self.param_groups:
                 params, left_out = update_parameters(self._complete(group), directions, self.state, self._skip)
                 self._ledger.note("steps", [self._names[p] for p in params], left_out)
             self._advance()
+            self._remember()
         self._ledger.tell()
         return loss
 
@@ -154,7 +164,7 @@ class CapturedOptimizer(BoundOptimizer):
             gathering.forget()  # the step is left out as if there had been none
             return None
         # Distributed checkpoints make a step with lr = 0 and zero gradients, only to have the state initialised.
-        self._initialising = all(_is_zero(g["lr"]) for g in self.param_groups) and not bool(norms.any())
+        self._initialising = all(is_zero(g["lr"]) for g in self.param_groups) and not bool(norms.any())
         if due:
             self._ledger.fetch()
         works = self._works(present, due)
@@ -167,7 +177,7 @@ class CapturedOptimizer(BoundOptimizer):
             self._ledger.fetch()
         directions: dict[nn.Parameter, Tensor | Product] = {}
         for work, direction in zip(works, self._precondition(works), strict=True):
-            directions.update(_by_parameter(work, *self._fit_to_share(work, *direction)))
+            directions.update(by_parameter(work, *self._fit_to_share(work, *direction)))
             if self._initialising:
                 self._initialised(work.group, work.state)
         for team in self._teams:
@@ -292,12 +302,12 @@ class CapturedOptimizer(BoundOptimizer):
         )
 
 
-def _is_zero(lr: float | Tensor) -> bool:
+def is_zero(lr: float | Tensor) -> bool:
     """Of a learning rate; one on an accelerator is not looked at."""
     return float(lr) == 0.0 if not isinstance(lr, Tensor) or lr.is_cpu else False
 
 
-def _by_parameter(
+def by_parameter(
     work: Work, direction: Tensor | list[Product], rows: Tensor | None
 ) -> Mapping[nn.Parameter, Tensor | Product]:
     """A matrix's direction as those of its parameters."""

@@ -211,7 +211,8 @@ def woodbury_update(inverse: Tensor, columns: Tensor) -> Tensor:
         core.diagonal().add_(1.0)
         # P U C^-1 U^T P as X^T X: what is subtracted stays symmetric and positive semi-definite to the last bit
         root = torch.linalg.solve_triangular(torch.linalg.cholesky(core), reach.mT, upper=False)
-        inverse.sub_(root.mT @ root)
+        product = root.mT @ root
+        inverse.sub_((product + product.mT) / 2)  # not every processor's product is symmetric to the last bit
     return inverse
 
 

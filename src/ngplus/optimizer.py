@@ -17,15 +17,17 @@ from torch.optim.optimizer import ParamsT
 from ngplus import adaptive, options, sharing
 from ngplus import curvature as curvatures
 from ngplus.background import Background
+from ngplus.bound import next_refresh
 from ngplus.calls import BatchDims
-from ngplus.captured import CapturedOptimizer, Direction, Work
+from ngplus.captured import CapturedOptimizer, Direction, Work, is_zero
 from ngplus.curvature import Fresh, Gathered, Group, Solved, State
-from ngplus.faults import Trouble
+from ngplus.faults import Trouble, look, norms_of
 from ngplus.gathering import Gathering, seed_of
 from ngplus.gradients import captured_scale
 from ngplus.matrices import ParameterMatrix, Use
 from ngplus.plan import Plan, plan_of
 from ngplus.solve import Product
+from ngplus.steady import Share, Steady
 from ngplus.sync import Replicas, Team
 from ngplus.update import graft_length, with_length
 
@@ -208,6 +210,8 @@ class NGPlus(CapturedOptimizer):
         self._drifts: dict[int, Tensor] = {}  # how far the curvature had moved at this step's refresh
         self._background = Background()
         self._troubles: dict[int, Trouble] = {}  # what the background's refreshes meet
+        self._shares: list[Share] | None = None  # of the last step, where the next may be like it
+        self._steady: Steady | None = None
 
     def _begin(self) -> None:
         self._held.clear()
@@ -372,6 +376,7 @@ class NGPlus(CapturedOptimizer):
         """(lambda I + L)^-1 G or G (lambda I + R)^-1, or Adam's step in the eigenbasis, [groups, m, n]."""
         directions: dict[int, Tensor | list[Product]] = {}
         together: dict[int, list[int]] = {}
+        shares: list[Share] = []
         for i, work in enumerate(works):
             if work.group["scaling"] == "inverse":
                 products = self._products(work)
@@ -383,9 +388,52 @@ class NGPlus(CapturedOptimizer):
             else:
                 together.setdefault(id(work.group), []).append(i)
         for own in together.values():
-            steps = adaptive.steps([(works[i].state, self._stacks(works[i])) for i in own], works[own[0]].group)
-            directions.update({i: self._merged(works[i], stacks) for i, stacks in zip(own, steps, strict=True)})
+            group = works[own[0]].group
+            steps = adaptive.Steps([(works[i].state, self._stacks(works[i])) for i in own], group)
+            made = steps.spread(steps.step(steps.gradients(), group))
+            shares.append(Share(group, [works[i] for i in own], steps))
+            directions.update({i: self._merged(works[i], stacks) for i, stacks in zip(own, made, strict=True)})
+        self._shares = (
+            shares if sum(len(share.works) for share in shares) == len(works) and Steady.fits(works) else None
+        )
         return [(directions[i], work.rows) for i, work in enumerate(works)]
+
+    def _repeated(self) -> dict[nn.Parameter, Tensor | Product] | None:
+        steady, self._steady = self._steady, None
+        self._find_replicas()
+        if steady is None or self._teams or torch.compiler.is_compiling() or not steady.holds(self.state):
+            return None
+        if any(is_zero(group["lr"]) for group in self.param_groups):  # as where the state is to be initialised
+            return None
+        for group in self.param_groups:
+            self._check(group)
+        if not look(norms_of([p.grad for p in steady.params if p.grad is not None]).sum().isfinite()):
+            return None
+        self._held.clear()
+        self._skip, self._initialising = None, False
+        self._ledger.steps += 1
+        self._steady = steady
+        return steady.directions()
+
+    def _remember(self) -> None:
+        shares, self._shares = self._shares, None
+        if self._steady is not None or shares is None or self._skip is not None or torch.compiler.is_compiling():
+            return
+        plain = all(g["curvature"] != "batch" and g["drift"] is None and g["step"] > 1 for g in self.param_groups)
+        if plain and not self._teams and not self._background.busy and not any(map(self._due, self._matrices)):
+            until = [next_refresh(share.group) for share in shares]
+            self._steady = Steady(shares, until, list(self._names), self.state, self._stacks, self._merged)
+
+    def _arm(self) -> None:
+        if self._steady is not None and self._steady.goes_on:
+            self._armed_by = self._arming_options()  # nothing is due
+        else:
+            super()._arm()
+
+    def _arm_anew(self) -> None:
+        if self._arming_options() != self._armed_by:
+            self._steady = None
+        super()._arm_anew()
 
     def _products(self, work: Work) -> list[Product] | None:
         """The directions of the parameters as products that the update works out, where that is all there is to do."""
@@ -481,6 +529,7 @@ class NGPlus(CapturedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch.optim, but curvature keeps its own precision whatever the parameters' dtype."""
+        self._shares = self._steady = None
         super().load_state_dict(state_dict)
         self._held.clear()
         self._background.drop()

@@ -1,0 +1,193 @@
+"""Steps between two refreshes, which are alike but for their numbers.
+
+The same parameters have gradients, the same options hold, and every matrix keeps the same tensors. So what the first of
+them has found out, which gradients form which stacks and go through which products, stands for the next ones, too, as
+long as all of this holds; where something else is met, the step goes the long way of :mod:`ngplus.captured`, which
+makes the same numbers. The gradients of small matrices are copied into memory that stays, and their steps into other
+such memory, each in one call: so their parts, blocks and turned sides are views that are made once.
+
+For plain tensors in the host's own memory, and adaptive scaling.
+
+On the way from gradient to step: all of it, where a step is like the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ngplus.adaptive import Steps
+from ngplus.alike import Bundle
+from ngplus.captured import Work, by_parameter
+from ngplus.curvature import Group, State
+from ngplus.faults import SEEN
+from ngplus.gradients import gradient_parts
+from ngplus.solve import Product
+
+SMALL = 2**16  # numbers of a matrix that is alone: with more, a copy costs more than the calls that it saves
+VARYING = ("lr", "weight_decay", "step")  # options that are read anew in every step
+
+
+class Share:
+    """The matrices that go by one group's options, and what the last step has made ready for them."""
+
+    def __init__(self, group: Group, works: Sequence[Work], steps: Steps) -> None:
+        self.group, self.works, self.steps = group, works, steps
+
+
+class Steady:
+    """What stands from one step to the next, until ``holds`` says otherwise or a refresh is due.
+
+    ``stacks_of`` brings a matrix's gradient into stacks, ``merged`` a step in stacks back into the shape of its matrix.
+    """
+
+    def __init__(
+        self,
+        shares: Sequence[Share],
+        until: Sequence[int],
+        params: Sequence[nn.Parameter],
+        states: Mapping[Tensor, State],
+        stacks_of: Callable[[Work], list[Tensor]],
+        merged: Callable[[Work, list[Tensor]], Tensor],
+    ) -> None:
+        self._shares, self._until = shares, until
+        self._stacks_of, self._merged = stacks_of, merged
+        self._options = [_fixed(share.group) for share in shares]
+        self._step = [share.group["step"] for share in shares]
+        works = [work for share in shares for work in share.works]
+        self.params = [p for work in works for p in work.matrix.active_params]
+        self._forms = [_form(p, p) for p in self.params]
+        moving = set(self.params)
+        self._idle = [p for p in params if p not in moving]
+        self._states = [(work.matrix.params[0], work.state) for work in works]
+        self._slots = [
+            [_Slot.of(bundle, [share.works[i] for i in bundle.places]) for bundle in share.steps.bundles]
+            for share in shares
+        ]
+        own = [slot for slots in self._slots for slot in slots if slot is not None]
+        self._inputs = [view for slot in own for view in slot.inputs]
+        self._targets = [stack for slot in own for stack in slot.targets]
+        self._small = [p for slot in own for p in slot.params]
+        self._views = dict(zip(self._small, [view for slot in own for view in slot.outputs], strict=True))
+        self._kept: list[tuple[State, str, Tensor, bool]] = [
+            (state, key, state[key], bool(bundle.own))
+            for share in shares
+            for bundle in share.steps.bundles
+            for state in bundle.states
+            for key in bundle.keys
+        ]
+        self._versions: list[int] = []
+        self._note_versions()
+
+    @staticmethod
+    def fits(works: Sequence[Work]) -> bool:
+        """Can the steps of these matrices be taken this way?"""
+        return all(
+            work.rows is None
+            and work.group["graft"] is None
+            and not work.group["maximize"]
+            and work.matrix.params[0].device.type in SEEN
+            and all(type(p.grad) is Tensor and p.dtype == work.matrix.dtype for p in work.matrix.active_params)
+            for work in works
+        )
+
+    def holds(self, states: Mapping[Tensor, State]) -> bool:
+        """Is the step that comes like the last one?"""
+        groups = [share.group for share in self._shares]
+        return (
+            all(
+                group["step"] == step < until
+                for group, step, until in zip(groups, self._step, self._until, strict=True)
+            )
+            and all(_fixed(group) == options for group, options in zip(groups, self._options, strict=True))
+            and all(p.grad is not None and _form(p, p.grad) == f for p, f in zip(self.params, self._forms, strict=True))
+            and all(p.grad is None for p in self._idle)
+            and all(states.get(p) is state for p, state in self._states)
+            and all(
+                state.get(key) is held and (not copied or held._version == version)
+                for (state, key, held, copied), version in zip(self._kept, self._versions, strict=True)
+            )
+        )
+
+    @property
+    def goes_on(self) -> bool:
+        """After a step: is no refresh due in the next one?"""
+        return all(step < until for step, until in zip(self._step, self._until, strict=True))
+
+    def directions(self) -> dict[nn.Parameter, Tensor | Product]:
+        """Of all parameters. What is given back is good until the next step."""
+        if self._inputs:
+            torch._foreach_copy_(self._inputs, [p.grad for p in self._small])  # type: ignore[misc]
+        directions: dict[nn.Parameter, Tensor | Product] = {**self._views}
+        small: list[Tensor] = []
+        for number, (share, slots) in enumerate(zip(self._shares, self._slots, strict=True)):
+            gradients: list[Tensor] = []
+            large: dict[int, Work] = {}
+            for bundle, slot in zip(share.steps.bundles, slots, strict=True):
+                if slot is None:
+                    own = {i: _with_gradient(share.works[i]) for i in bundle.places}
+                    gradients += bundle.joined([self._stacks_of(work) for work in own.values()])
+                    large.update(own)
+                else:
+                    gradients += slot.stacks
+            made = iter(share.steps.step(gradients, share.group))
+            for bundle, slot in zip(share.steps.bundles, slots, strict=True):
+                stacks = [next(made) for _ in bundle.stacks]
+                if slot is None:
+                    for i, its_own in bundle.spread(stacks):
+                        directions.update(by_parameter(large[i], self._merged(large[i], its_own), None))
+                else:
+                    small += stacks
+            self._step[number] += 1
+        if small:
+            torch._foreach_copy_(self._targets, small)
+        self._note_versions()
+        return directions
+
+    def _note_versions(self) -> None:
+        self._versions = [held._version for _, _, held, _ in self._kept]
+
+
+class _Slot:
+    """The memory of a bundle of small matrices: of their gradients, ``stacks``, and of their steps, ``targets``.
+    ``inputs`` and ``outputs`` are the same as tensors of the parameters' shapes."""
+
+    def __init__(self, bundle: Bundle, works: Sequence[Work]) -> None:
+        self.params = [p for work in works for p in work.matrix.active_params]
+        self.inputs, self.stacks = _memory(bundle, works)
+        self.outputs, self.targets = _memory(bundle, works)
+
+    @classmethod
+    def of(cls, bundle: Bundle, works: Sequence[Work]) -> _Slot | None:
+        """None where the matrices are large, or where no view of their memory has the shape that is needed."""
+        if len(works) == 1 and sum(stack.numel() for stack in bundle.stacks) > SMALL:
+            return None
+        slot = cls(bundle, works)
+        fits = all(view.shape == p.shape for view, p in zip(slot.inputs, slot.params, strict=True))
+        return slot if fits and len({x.untyped_storage().data_ptr() for x in slot.inputs + slot.stacks}) == 1 else None
+
+
+def _with_gradient(work: Work) -> Work:
+    """The same matrix with the gradient of this step."""
+    return Work(work.matrix, work.group, work.state, gradient_parts(work.matrix, work.group)[0])
+
+
+def _memory(bundle: Bundle, works: Sequence[Work]) -> tuple[list[Tensor], list[Tensor]]:
+    """Memory for the matrices of a bundle: as tensors of the parameters' shapes, and in stacks."""
+    matrix, group = works[0].matrix, works[0].group
+    layout = matrix.layout
+    buffer = bundle.stacks[0].new_zeros(len(works) * layout.groups, layout.rows, layout.cols)
+    each = zip(works, buffer.split(layout.groups), strict=True)
+    views = [view for work, own in each for view in work.matrix.layout.split(own)]
+    return views, matrix.cut_of(group).split(buffer if matrix.side(group["side"]) == "left" else buffer.mT)
+
+
+def _fixed(group: Group) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in VARYING and name != "params"}
+
+
+def _form(param: nn.Parameter, grad: Tensor) -> tuple[Any, ...]:
+    return param.requires_grad, param.dtype, param.shape, grad.dtype, grad.shape, grad.layout, grad.device

@@ -1,0 +1,273 @@
+"""Steps between two refreshes take what the one before has found out: the same numbers, bit for bit, as the long way,
+and everything that has changed in between is seen."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ngplus
+from ngplus import steady
+from ngplus.captured import CapturedOptimizer
+
+
+class Model(nn.Module):
+    """Layers of one shape and of others, with and without a bias, turned and in groups; vectors and a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 16)
+        self.first = nn.Conv1d(4, 6, 3, padding=1, groups=2)
+        self.back = nn.ConvTranspose1d(6, 4, 3, padding=1)
+        self.alike = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.norm = nn.LayerNorm(16)
+        self.tall = nn.Linear(16, 24, bias=False)
+        self.wide = nn.Linear(24, 5)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.table(words).unflatten(-1, (4, 4))
+        x = self.back(torch.tanh(self.first(x))).flatten(1)
+        for layer in self.alike:
+            x = torch.tanh(self.norm(layer(x)))
+        return self.wide(torch.tanh(self.tall(x)))
+
+
+Between = Callable[[int, Model, ngplus.NGPlus], tuple[Model, ngplus.NGPlus]]
+
+
+def trained(steps: int = 16, between: Between | None = None, grouped: bool = False, **options: Any) -> list[Tensor]:
+    """The parameters after every step."""
+    torch.manual_seed(0)
+    model = Model()
+    params: Any = model
+    if grouped:
+        biases = [p for p in model.parameters() if p.dim() == 1]
+        weights = [p for p in model.parameters() if p.dim() > 1]
+        params = [{"params": weights}, {"params": biases, "lr": 0.02, "weight_decay": 0.1}]
+    optimizer = ngplus.NGPlus(params, **{"lr": 0.05, "model": model, "update_every": 8, **options})
+    found = []
+    for k in range(steps):
+        words, target = torch.randint(9, (12,)), torch.randn(12, 5)
+        optimizer.zero_grad()
+        (model(words) - target).square().mean().backward()
+        optimizer.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        if between is not None:
+            model, optimizer = between(k, model, optimizer)
+    return found
+
+
+def the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngplus.NGPlus, "_remember", CapturedOptimizer._remember)
+
+
+def count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps that went the long way."""
+    seen: list[int] = []
+    real = ngplus.NGPlus._directions
+
+    def watched(self: ngplus.NGPlus) -> Any:
+        seen.append(self.param_groups[0]["step"])
+        return real(self)
+
+    monkeypatch.setattr(ngplus.NGPlus, "_directions", watched)
+    return seen
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"side": "both"},
+    {"side": "smaller"},
+    {"side": "smaller", "block_size": 3},
+    {"second_moment": "full"},
+    {"nesterov": False},
+    {"curvature": "sample"},
+    {"weight_decay": 0.1},
+    {"weight_decay": 0.1, "decoupled_weight_decay": True},
+    {"lr": torch.tensor(0.05)},
+    {"grouped": True},
+    {"early_refreshes": False},
+    {"background": 2},
+]
+
+
+@pytest.mark.parametrize("small", [steady.SMALL, 0], ids=["small", "large"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_steps_are_those_of_the_long_way(
+    options: dict[str, Any], small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steady, "SMALL", small)
+    long = count(monkeypatch)
+    found = trained(**options)
+    assert len(long) < 12  # of 16: the way that is tested here was taken
+    the_long_way(monkeypatch)
+    wanted = trained(**options)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_only_refreshes_go_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = count(monkeypatch)
+    trained(30, early_refreshes=True)
+    assert long == [0, 1, 9, 17, 25]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"curvature": "batch"}, {"scaling": "inverse"}, {"graft": "sgd"}, {"drift": 0.1}, {"maximize": True}],
+    ids=str,
+)
+def test_what_it_does_not_know_goes_the_long_way(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    long = count(monkeypatch)
+    trained(6, **options)
+    assert long == [0, 1, 2, 3, 4, 5]
+
+
+def between(change: Callable[[Model, ngplus.NGPlus], Any], at: tuple[int, ...] = (3, 12)) -> Between:
+    def made(k: int, model: Model, optimizer: ngplus.NGPlus) -> tuple[Model, ngplus.NGPlus]:
+        if k in at:
+            return change(model, optimizer) or (model, optimizer)
+        return model, optimizer
+
+    return made
+
+
+def options_changed(model: Model, optimizer: ngplus.NGPlus) -> None:
+    optimizer.param_groups[0].update(beta2=0.8, momentum=0.7)
+
+
+def refreshes_closer(model: Model, optimizer: ngplus.NGPlus) -> None:
+    optimizer.param_groups[0]["update_every"] = 2
+
+
+def rate_changed(model: Model, optimizer: ngplus.NGPlus) -> None:
+    optimizer.param_groups[0]["lr"] = 0.01
+
+
+def frozen(model: Model, optimizer: ngplus.NGPlus) -> None:
+    model.alike[1].weight.requires_grad_(not model.alike[1].weight.requires_grad)
+
+
+def state_edited(model: Model, optimizer: ngplus.NGPlus) -> None:
+    optimizer.state[model.alike[1].weight]["exp_avg"].zero_()
+    optimizer.state[model.wide.weight]["exp_avg"].zero_()
+
+
+def entry_replaced(model: Model, optimizer: ngplus.NGPlus) -> None:
+    state = optimizer.state[model.alike[0].weight]
+    state["exp_avg"] = torch.ones_like(state["exp_avg"])
+
+
+def state_forgotten(model: Model, optimizer: ngplus.NGPlus) -> None:
+    optimizer.state.clear()
+
+
+def weights_replaced(model: Model, optimizer: ngplus.NGPlus) -> None:
+    with torch.no_grad():
+        model.alike[0].weight.data = model.alike[0].weight.detach() * 2
+
+
+def loaded(model: Model, optimizer: ngplus.NGPlus) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def copied(model: Model, optimizer: ngplus.NGPlus) -> tuple[Model, ngplus.NGPlus]:
+    return copy.deepcopy((model, optimizer))
+
+
+def spoiled(model: Model, optimizer: ngplus.NGPlus) -> None:
+    """A step with a gradient that is not finite, which is skipped."""
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float("nan"))
+    with pytest.warns(ngplus.HealthWarning) if not optimizer.health().skipped else _nothing():
+        optimizer.step()
+    assert optimizer.health().skipped
+
+
+def without_a_gradient(model: Model, optimizer: ngplus.NGPlus) -> None:
+    for p in model.parameters():
+        p.grad = None if p is model.alike[2].weight else torch.ones_like(p)
+    optimizer.step()
+
+
+def no_learning(model: Model, optimizer: ngplus.NGPlus) -> None:
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = optimizer.param_groups[0]["step"]
+    optimizer.step()  # only initialises the state, so it does not count
+    assert optimizer.param_groups[0]["step"] == before
+    for group in optimizer.param_groups:
+        group["lr"] = 0.05
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        options_changed,
+        refreshes_closer,
+        rate_changed,
+        frozen,
+        state_edited,
+        entry_replaced,
+        state_forgotten,
+        weights_replaced,
+        loaded,
+        copied,
+        spoiled,
+        without_a_gradient,
+        no_learning,
+    ],
+)
+def test_what_changes_between_two_steps_is_seen(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = trained(between=between(change))
+    with monkeypatch.context() as patch:
+        the_long_way(patch)
+        wanted = trained(between=between(change))
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    if change not in (loaded, copied, spoiled):  # which change nothing
+        assert not torch.equal(found[-1], trained()[-1])
+
+
+def test_a_wrong_rate_is_refused() -> None:
+    def negative(model: Model, optimizer: ngplus.NGPlus) -> None:
+        optimizer.param_groups[0]["lr"] = -1.0
+
+    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+        trained(between=between(negative))
+
+
+def test_new_parameters_are_taken_in() -> None:
+    model, other = Model(), nn.Linear(5, 2)
+    optimizer = ngplus.NGPlus([{"params": list(model.parameters())}], model=nn.ModuleList([model, other]), lr=0.05)
+    held = other.weight.detach().clone()
+    for k in range(8):
+        if k == 4:
+            optimizer.add_param_group({"params": list(other.parameters())})
+        optimizer.zero_grad()
+        other(model(torch.randint(9, (12,)))).square().mean().backward()
+        optimizer.step()
+        assert torch.equal(held, other.weight) == (k < 4)
+
+
+def test_a_step_that_is_too_long_is_left_out() -> None:
+    def long(k: int, model: Model, optimizer: ngplus.NGPlus) -> tuple[Model, ngplus.NGPlus]:
+        optimizer.param_groups[0]["lr"] = 1e30 if k == 3 else 0.05
+        return model, optimizer
+
+    with pytest.warns(ngplus.HealthWarning, match="not finite or too large"):
+        found = trained(6, between=long)
+    assert torch.equal(found[3], found[4])
+    assert found[5].isfinite().all()
+    assert not torch.equal(found[4], found[5])
