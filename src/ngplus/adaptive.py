@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from ngplus import solve
-from ngplus.alike import alone, bundled
+from ngplus.alike import Bundle, alone, bundled
 from ngplus.blocks import Cut
 from ngplus.curvature import TAILS, Group, State, clear, read, write
 
 NOISE = 100.0  # a root of a second moment below this many roundings of the root of the layer's mean one is noise
 FULL_STEP = 1.0  # the root mean square of plain Adam's first step, before the learning rate: no factored one is longer
+PIECE = 2**18  # numbers of the matrices whose moments change in the same calls: a few times that fits into a cache
 SECOND = ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")  # the second moment: in full, or its means
 
 Pair = tuple[Tensor, Tensor]  # of a second moment, the means over rows and over columns: [.., p, 1] and [.., 1, D]
@@ -61,7 +62,8 @@ class Steps:
     """Adam's steps in the eigenbases of many matrices with one group's options, made ready once for many steps.
 
     Of each matrix one or two products with Q and its transpose, of small ones of the same shape in one call; what is
-    elementwise is done for all matrices in one call. So many small layers cost little more than one large one.
+    elementwise is done for many matrices in one call, as many as a cache holds: small layers then cost few calls, and
+    of large ones nothing is fetched twice.
     """
 
     def __init__(self, works: Sequence[tuple[State, list[Tensor]]], group: Group) -> None:
@@ -70,16 +72,49 @@ class Steps:
             self.bundles = alone(works)
         else:
             self.bundles = bundled(works, [_kept(state, stacks, group) for state, stacks in works])
+        self._lengths = [len(bundle.stacks) for bundle in self.bundles]
+        pieces: list[list[Bundle]] = []
+        numbers = PIECE
+        for bundle in self.bundles:
+            own = sum(stack.numel() for stack in bundle.stacks)
+            if numbers + own > PIECE:
+                pieces.append([])
+                numbers = 0
+            pieces[-1].append(bundle)
+            numbers += own
+        self._pieces = [_Piece(bundles, group) for bundles in pieces]
+
+    def gradients(self) -> list[Tensor]:
+        """The stacks of all bundles, as they were given."""
+        return [stack for bundle in self.bundles for stack in bundle.stacks]
+
+    def step(self, gradients: Sequence[Tensor], group: Group) -> list[Tensor]:
+        """The steps of all bundles from the stacks of their gradients; each matrix has its new moments."""
+        each = _cut(gradients, [piece.length for piece in self._pieces])
+        return [step for piece, own in zip(self._pieces, each, strict=True) for step in piece.step(own, group)]
+
+    def spread(self, made: Sequence[Tensor]) -> list[list[Tensor]]:
+        """What was made of the stacks of the bundles, for each matrix by its place."""
+        of_bundles = zip(self.bundles, _cut(made, self._lengths), strict=True)
+        places = dict(pair for bundle, stacks in of_bundles for pair in bundle.spread(stacks))
+        return [places[i] for i in range(len(places))]
+
+
+class _Piece:
+    """Bundles whose moments change in the same calls."""
+
+    def __init__(self, bundles: Sequence[Bundle], group: Group) -> None:
+        self.bundles = bundles
         self._out_of: list[Bases] = []
         self._first: list[Tensor] = []
         self._second: list[Tensor | Pair] = []
-        self._lengths: list[int] = []
-        for bundle in self.bundles:
+        self._lengths = [len(bundle.stacks) for bundle in bundles]
+        self.length = sum(self._lengths)
+        for bundle in bundles:
             self._out_of += _bases(read(bundle.state, "basis"), bundle.stacks)
             first, second = _moments(bundle.state, bundle.stacks, group)
             self._first += first
             self._second += second
-            self._lengths.append(len(bundle.stacks))
         self._into = [(_turned(one), _turned(other)) for one, other in self._out_of]
         self._full = [i for i, v in enumerate(self._second) if isinstance(v, Tensor)]
         self._factored = [i for i, v in enumerate(self._second) if not isinstance(v, Tensor)]
@@ -88,10 +123,6 @@ class Steps:
         self._floors: dict[int, Tensor] | None = None
         self._own = [x for bundle in self.bundles for x in bundle.own]
         self._rows = [x for bundle in self.bundles for x in bundle.rows]
-
-    def gradients(self) -> list[Tensor]:
-        """The stacks of all bundles, as they were given."""
-        return [stack for bundle in self.bundles for stack in bundle.stacks]
 
     def step(self, gradients: Sequence[Tensor], group: Group) -> list[Tensor]:
         """The steps of all bundles from the stacks of their gradients; each matrix has its new moments."""
@@ -112,12 +143,6 @@ class Steps:
         torch._foreach_div_(ahead, self._denominators(roots, group))
         self._scale(ahead, [root / (1 - beta1**count) for root, count in zip(roots, counts, strict=True)])
         return [_across(_along(one, s), other) for (one, other), s in zip(self._out_of, ahead, strict=True)]
-
-    def spread(self, made: Sequence[Tensor]) -> list[list[Tensor]]:
-        """What was made of the stacks of the bundles, for each matrix by its place."""
-        of_bundles = zip(self.bundles, _cut(made, self._lengths), strict=True)
-        places = dict(pair for bundle, stacks in of_bundles for pair in bundle.spread(stacks))
-        return [places[i] for i in range(len(places))]
 
     def _take_in_squares(self, turned: Sequence[Tensor], weight: float) -> None:
         """The moving averages of the squares, or of their means over rows and columns."""

@@ -232,6 +232,7 @@ class BoundOptimizer(Optimizer):
         self._armed_by = self._arming_options()
         for matrix in self._matrices:
             matrix.armed = self._captures(self._group(matrix)) and matrix.source != "batch" and self._due(matrix)
+            matrix.known = "refreshed" in self.state.get(matrix.params[0], {})
         if self._gathering is not None:
             self._gathering.note_armed()
 

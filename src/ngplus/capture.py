@@ -411,11 +411,16 @@ class _ModuleWatcher(Watcher):
             if not (use.active[0] or rule.bias_needs_input):
                 inputs = (None,) * len(inputs)  # torch keeps no input for a bias either
             adapted = rule.adapt(module, inputs, output, capture.batch(use))
+            summed = None
+            if parameters.known and use.active[0] and not parameters.managed:
+                adapted, summed = rule.with_shared_gradient(module, inputs, adapted) or (adapted, None)
 
             def build(
                 saved: tuple[Tensor | None, ...], grad: Tensor, active: tuple[bool, ...], batch: Batch
             ) -> Factors:
-                return rule.factors(module, saved, grad, active, batch)
+                factors = rule.factors(module, saved, grad, active, batch)
+                factors.summed = summed
+                return factors
 
             capture.record(use, adapted, inputs, build)
             return None if adapted is output else adapted

@@ -47,6 +47,8 @@ class Work:
         return self._joined
 
 
+Task = tuple[Work, Gathered | None, Trouble]  # a refresh: what was gathered for a matrix, and what it meets
+
 # Of a matrix, or of each of its parameters as a product; like a gradient, with the rows that it touches.
 Direction = tuple[Tensor | list[Product], Tensor | None]
 
@@ -73,6 +75,11 @@ class CapturedOptimizer(BoundOptimizer):
         as it is; elsewhere zeros stand in for it, and the frame keeps the last good state.
         """
         raise NotImplementedError
+
+    def _refresh_all(self, tasks: Sequence[Task]) -> None:
+        """The refreshes of one step; a method may work on many matrices together."""
+        for work, gathered, trouble in tasks:
+            self._refresh(work, gathered, trouble)
 
     def _direction(self, work: Work) -> Direction:
         """The preconditioned gradient [groups, m, n]; of a sparse one, the rows touched and their indices."""
@@ -171,8 +178,7 @@ class CapturedOptimizer(BoundOptimizer):
         uncovered: list[ParameterMatrix] = []
         for work in works:
             self._observe(work)
-            if id(work.matrix) in due:
-                self._take_up(work, gathering, uncovered)
+        self._take_up([work for work in works if id(work.matrix) in due], gathering, uncovered)
         if due:
             self._ledger.fetch()
         directions: dict[nn.Parameter, Tensor | Product] = {}
@@ -243,18 +249,21 @@ class CapturedOptimizer(BoundOptimizer):
             direction = direction.masked_fill(bad, 0)
         return direction, rows
 
-    def _take_up(self, work: Work, gathering: Gathering, uncovered: list[ParameterMatrix]) -> None:
-        """The refresh of one matrix, from what was gathered for it."""
-        matrix = work.matrix
-        gathered = gathering.take(matrix)
-        if self._captures(work.group) and (matrix.source == "batch" or gathered is None):
-            uncovered.append(matrix)
-            gathered = None
-        trouble = Trouble(climb=self._ledger.needs_help(matrix.name))
-        held = dict(work.state)
-        self._refresh(work, gathered, trouble)
-        if not trouble.later:
-            self._conclude(work, held, trouble)
+    def _take_up(self, works: Sequence[Work], gathering: Gathering, uncovered: list[ParameterMatrix]) -> None:
+        """The refreshes of these matrices, from what was gathered for them."""
+        tasks: list[Task] = []
+        for work in works:
+            matrix = work.matrix
+            gathered = gathering.take(matrix)
+            if self._captures(work.group) and (matrix.source == "batch" or gathered is None):
+                uncovered.append(matrix)
+                gathered = None
+            tasks.append((work, gathered, Trouble(climb=self._ledger.needs_help(matrix.name))))
+        held = [dict(work.state) for work in works]
+        self._refresh_all(tasks)
+        for (work, _, trouble), before in zip(tasks, held, strict=True):
+            if not trouble.later:
+                self._conclude(work, before, trouble)
 
     def _conclude(self, work: Work, held: State, trouble: Trouble) -> None:
         """After a refresh has brought new state: the last good one again where it failed, and the ledger."""

@@ -29,7 +29,7 @@ On the way from gradient to step: from the sums of a refresh to the inverse or b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -215,7 +215,8 @@ def average(state: State, fresh: Fresh, group: Group) -> Fresh:
     old = read(state, "curvature")
     beta = group["beta"]
     if group["step"] > 0 and old is not None and [o.shape for o in old] == [m.shape for m in matrices]:
-        matrices = [beta * o.to(m) + (1 - beta) * m for o, m in zip(old, matrices, strict=True)]
+        held = [o.to(m) for o, m in zip(old, matrices, strict=True)]
+        matrices = list(torch._foreach_lerp(held, matrices, 1.0 - beta))
     write(state, "curvature", matrices)
     return Fresh(matrices)
 
@@ -250,8 +251,7 @@ def damping_of(group: Group, diagonals: Sequence[Tensor]) -> Tensor:
 def solved(fresh: Fresh, group: Group, seed: int, trouble: Trouble | None = None) -> Solved:
     """What the next steps apply: an inverse, Woodbury's pair, or the eigenbasis. Pure, and the costly part."""
     if group["scaling"] == "adaptive":
-        pairs = [solve.eigenbasis(m, trouble) for m in fresh.dense()]
-        return {"basis": [q for _, q in pairs], "spectrum": [w for w, _ in pairs]}
+        return _as_state([solve.eigenbasis(m, trouble) for m in fresh.dense()])
     if fresh.roots is None:
         matrices = fresh.dense()
         damping = damping_of(group, [m.diagonal(dim1=-2, dim2=-1) for m in matrices])
@@ -262,6 +262,18 @@ def solved(fresh: Fresh, group: Group, seed: int, trouble: Trouble | None = None
         return {"damping": damping, "factor": fresh.roots, "core": cores, "sketch_seed": seed}
     cores = [solve.woodbury_core(root, damping, trouble) for root in fresh.roots]
     return {"damping": damping, "factor": fresh.roots, "core": cores}
+
+
+def eigenbases(tasks: Sequence[tuple[Fresh, Trouble | None]]) -> Iterator[Solved]:
+    """The same for the eigenbases of many matrices, one after the other; small ones of one size take one call."""
+    each = [(matrix, trouble) for fresh, trouble in tasks for matrix in fresh.dense()]
+    pairs = solve.eigenbases(each)
+    for fresh, _ in tasks:
+        yield _as_state([next(pairs) for _ in fresh.dense()])
+
+
+def _as_state(pairs: Sequence[tuple[Tensor, Tensor]]) -> Solved:
+    return {"basis": [q for _, q in pairs], "spectrum": [w for w, _ in pairs]}
 
 
 def install(state: State, new: Solved) -> None:

@@ -63,9 +63,12 @@ def gfim_sum(
     elif form not in factors.costs(side, other, cut.size):
         raise ValueError(f"The form {form!r} does not apply to {type(factors).__name__} on the {side} side")
     total: list[Tensor] = []
+    summed = _Sum(factors, side, samples) if form == "explicit" and omega is None else None
     for piece in _pieces(factors, factors.memory(side, form, other), samples, chunk_bytes, dtype):
         y, z = factors.pair(side, form, piece, omega, dtype)
         _add_products(total, cut.split(y.mT), cut.split(z.mT))
+        if summed is not None:
+            summed.add(y)
     for acc in total:
         _mirror(acc)
     return total
@@ -91,15 +94,33 @@ def gfim_sums(
         return [stack for stacks in each for stack in stacks]
     other = factors.curved_and_other(side)[1]
     totals: list[Tensor] = []
+    summed = _Sum(factors, side, samples)
     # Twice the memory: what the second side takes is the same numbers, turned.
     for piece in _pieces(factors, 2 * factors.memory(side, "explicit", other), samples, chunk_bytes, dtype):
         tall = factors.pair(side, "explicit", piece, None, dtype)[0]  # [groups, k * D, d]
         turned = tall.unflatten(1, (-1, other)).mT.flatten(1, 2)  # [groups, k * d, D]
         stacks = [*sides[0][1].split(tall.mT), *sides[1][1].split(turned.mT)]
         _add_products(totals, stacks, stacks)
+        summed.add(tall)
     for acc in totals:
         _mirror(acc)
     return totals
+
+
+class _Sum:
+    """sum_i G_i, [groups, m, n], of gradients that are written out piece by piece, for a layer that waits for it."""
+
+    def __init__(self, factors: Factors, side: str, samples: Tensor | None) -> None:
+        self._into = factors.summed if samples is None and not factors.summed else None
+        self._other, self._left = factors.curved_and_other(side)[1], side == "left"
+
+    def add(self, tall: Tensor) -> None:
+        """The next piece, [groups, samples * D, d]."""
+        if self._into is None:
+            return
+        part = tall.unflatten(1, (-1, self._other)).sum(1)
+        part = part.mT if self._left else part
+        self._into[:] = [part if not self._into else self._into[0] + part]
 
 
 def shares_gradients(factors: Factors, cut: Cut, side: str) -> bool:

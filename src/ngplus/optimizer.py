@@ -19,7 +19,7 @@ from ngplus import curvature as curvatures
 from ngplus.background import Background
 from ngplus.bound import next_refresh
 from ngplus.calls import BatchDims
-from ngplus.captured import CapturedOptimizer, Direction, Work, is_zero
+from ngplus.captured import CapturedOptimizer, Direction, Task, Work, is_zero
 from ngplus.curvature import Fresh, Gathered, Group, Solved, State
 from ngplus.faults import Trouble, look, norms_of
 from ngplus.gathering import Gathering, seed_of
@@ -231,22 +231,31 @@ class NGPlus(CapturedOptimizer):
             fresh = curvatures.mini_batch(work.matrix, work.gradient, work.group, seed_of(work.group))
             curvatures.online(work.state, fresh, work.group)
 
-    def _refresh(self, work: Work, gathered: Gathered | None, trouble: Trouble) -> None:
+    def _refresh_all(self, tasks: Sequence[Task]) -> None:
         """L or R and its inverse, or its eigenbasis."""
-        matrix, group, state = work.matrix, work.group, work.state
-        fresh = self._fresh(work, gathered, trouble)
-        if fresh is None:
-            return
-        fits = self._fits(matrix, group, state)
-        if group["drift"] is not None and fits:
-            self._drifts[id(matrix)] = curvatures.drift(state, fresh, group)
-        if group["background"] is not False and fits:
-            trouble.later = True
-            job = partial(curvatures.solved, fresh, dict(group), seed_of(group), trouble)
-            self._background.start(id(matrix), group["step"], matrix.params[0].device, job)
-            self._troubles[id(matrix)] = trouble
-        else:
-            self._install(state, curvatures.solved(fresh, group, seed_of(group), trouble), group)
+        at_once: list[tuple[Work, Fresh, Trouble]] = []
+        for work, gathered, trouble in tasks:
+            matrix, group, state = work.matrix, work.group, work.state
+            fresh = self._fresh(work, gathered, trouble)
+            if fresh is None:
+                continue
+            fits = self._fits(matrix, group, state)
+            if group["drift"] is not None and fits:
+                self._drifts[id(matrix)] = curvatures.drift(state, fresh, group)
+            if group["background"] is not False and fits:
+                trouble.later = True
+                job = partial(curvatures.solved, fresh, dict(group), seed_of(group), trouble)
+                self._background.start(id(matrix), group["step"], matrix.params[0].device, job)
+                self._troubles[id(matrix)] = trouble
+            else:
+                at_once.append((work, fresh, trouble))
+        bases = curvatures.eigenbases([(f, t) for work, f, t in at_once if work.group["scaling"] == "adaptive"])
+        for work, fresh, trouble in at_once:
+            if work.group["scaling"] == "adaptive":
+                new = next(bases)
+            else:
+                new = curvatures.solved(fresh, work.group, seed_of(work.group), trouble)
+            self._install(work.state, new, work.group)
 
     def _fresh(self, work: Work, gathered: Gathered | None, trouble: Trouble) -> Fresh | None:
         """The curvature to be inverted; None where it is not finite and the last one stays in use."""

@@ -55,6 +55,7 @@ class Factors:
     positions: int
     rows: int
     cols: int
+    summed: list[Tensor] | None = None  # where it is a list, the layer's backward takes sum_i G_i from it, if there
 
     def gradients(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
         """G_i multiplied out, [groups, samples, m, n]."""

@@ -156,6 +156,36 @@ def conv_factors(patches: Patches | None, grad: Tensor, active: Active, groups: 
     return Outer(left, left[..., :0], ones=bias)
 
 
+class SharedGradient(torch.autograd.Function):
+    """A convolution that has been made already, with a backward pass of its own: where ``summed`` has sum_i G_i by
+    then, that is the weight's gradient; else it is made as always."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, module: _ConvNd, summed: list[Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.mark_dirty(output)  # it is given back as it is: an activation may work on it in place
+        ctx.summed, ctx.bias_sizes = summed, None if bias is None else list(bias.shape)
+        ctx.geometry = (module.stride, module.padding, module.dilation, False, module.output_padding, module.groups)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        _, for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
+        # A gradient that is itself to be differentiated has to come from torch's own products.
+        total = ctx.summed.pop() if ctx.summed and not torch.is_grad_enabled() else None
+        mask = [for_x, for_weight and total is None, for_bias]
+        own: Any = (None, None, None)
+        if any(mask):
+            own = torch.ops.aten.convolution_backward(grads[0], x, weight, ctx.bias_sizes, *ctx.geometry, mask)
+        if total is not None:  # the bias, if any, is the last column
+            columns = weight.numel() // (total.shape[0] * total.shape[1])
+            own = (own[0], total[..., :columns].reshape(weight.shape).to(weight.dtype), own[2])
+        return None, *own, None, None
+
+
 def _batched(x: Tensor, spatial: int) -> Tensor:
     return x if x.dim() == spatial + 2 else x[None]
 
@@ -175,6 +205,27 @@ class ConvRule(LayerRule):
     def matrices(self, module: nn.Module) -> list[MatrixSpec]:
         assert isinstance(module, _ConvNd)
         return [MatrixSpec(("weight", "bias"), ("rows", "column"), module.groups)]
+
+    def with_shared_gradient(
+        self, module: nn.Module, inputs: Inputs, output: Tensor
+    ) -> tuple[Tensor, list[Tensor]] | None:
+        assert isinstance(module, _ConvNd)
+        (x,) = inputs
+        plain = type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # what else one does is not known
+        if x is None or not plain or module.padding_mode != "zeros" or isinstance(module.padding, str):
+            return None
+        if x.dim() != len(module.kernel_size) + 2 or torch.is_autocast_enabled(x.device.type):
+            return None
+        if not torch.is_grad_enabled() or output._backward_hooks or output.grad_fn is None:
+            return None
+        if output.grad_fn.name() != "ConvolutionBackward0":  # another's hook has been here, and waits for it
+            return None
+        tensors = (x, module.weight, output)
+        if any(type(t) not in (Tensor, nn.Parameter) or t.dtype != torch.float32 for t in tensors):
+            return None
+        summed: list[Tensor] = []
+        shared = SharedGradient.apply(output.detach(), x, module.weight, module.bias, module, summed)  # type: ignore[no-untyped-call]
+        return shared, summed
 
     def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         assert isinstance(module, _ConvNd)

@@ -109,6 +109,13 @@ class LayerRule:
         """May replace the module's output on a refresh step, to give it a batch dimension; as a rule it does not."""
         return output
 
+    def with_shared_gradient(
+        self, module: nn.Module, inputs: Inputs, output: Tensor
+    ) -> tuple[Tensor, list[Tensor]] | None:
+        """The output with a backward pass that takes the weight's gradient from the list beside it, where a refresh has
+        put sum_i G_i, [groups, m, n], into it before; so it is not made twice. None where a layer has no such."""
+        return None
+
     def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         """The factors of G_i from the saved inputs and the gradient of the output.
 

@@ -28,14 +28,17 @@ from ngplus.lab.figures import common
 # Within the step: the functions of the optimizer's frame, by their part.
 FRAME = {
     "_check": "checks",
+    "_repeated": "checks",
     "_with_gradients": "checks",
     "_works": "gradients",
     "_take_up": "inverses",
-    "_refresh": "inverses",
+    "_refresh_all": "inverses",
     "_precondition": "directions",
-    "_by_parameter": "directions",
+    "directions": "directions",
+    "by_parameter": "directions",
     "update_parameters": "update",
     "_advance": "arming",
+    "_remember": "arming",
 }
 PARTS = (
     "forward", "backward", "capture in forward", "capture products", "checks", "gradients", "inverses", "directions",
