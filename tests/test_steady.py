@@ -4,6 +4,8 @@ and everything that has changed in between is seen."""
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -259,6 +261,82 @@ def test_new_parameters_are_taken_in() -> None:
         other(model(torch.randint(9, (12,)))).square().mean().backward()
         optimizer.step()
         assert torch.equal(held, other.weight) == (k < 4)
+
+
+def test_a_group_without_gradients_is_captured_at_its_own_refresh() -> None:
+    """Its refreshes are closer together than those of the group that is trained."""
+    torch.manual_seed(0)
+    body, head = nn.Linear(6, 6), nn.Linear(6, 4)
+    groups = [{"params": list(body.parameters()), "update_every": 100}, {"params": list(head.parameters())}]
+    optimizer = ngplus.NGPlus(groups, model=nn.ModuleList([body, head]), lr=0.01, update_every=6, early_refreshes=False)
+    for k in range(7):
+        optimizer.zero_grad()
+        x = torch.tanh(body(torch.randn(8, 6)))
+        (head(x) if k in (0, 6) else x).square().mean().backward()
+        optimizer.step()
+    assert not optimizer._warned  # it would have fallen back to the mini-batch
+
+
+def test_no_gradient_is_kept_beyond_its_step() -> None:
+    model = Model()
+    optimizer = ngplus.NGPlus(model, lr=0.05)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randint(9, (12,))).square().mean().backward()
+        held = [weakref.ref(p.grad) for p in model.parameters()]
+        storages = [weakref.ref(p.grad.untyped_storage()) for p in model.parameters()]  # type: ignore[union-attr]
+        optimizer.step()
+    optimizer.zero_grad()
+    assert all(ref() is None for ref in held + storages)
+
+
+def test_an_optimizer_goes_without_the_garbage_collector() -> None:
+    model = Model()
+    optimizer = ngplus.NGPlus(model, lr=0.05)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randint(9, (12,))).square().mean().backward()
+        optimizer.step()
+    assert optimizer._steady is not None
+    held = weakref.ref(optimizer._steady)
+    gc.disable()
+    try:
+        del optimizer
+        assert held() is None
+    finally:
+        gc.enable()
+
+
+def test_a_schedule_of_the_momentum_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scheduled(k: int, model: Model, optimizer: ngplus.NGPlus) -> tuple[Model, ngplus.NGPlus]:
+        optimizer.param_groups[0].update(momentum=0.95 - 0.01 * k, beta2=0.9 + 0.005 * k)
+        return model, optimizer
+
+    long = count(monkeypatch)
+    found = trained(between=scheduled)
+    assert len(long) < 6
+    the_long_way(monkeypatch)
+    wanted = trained(between=scheduled)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_a_step_that_is_broken_off_goes_the_long_way_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(k: int, model: Model, optimizer: ngplus.NGPlus) -> tuple[Model, ngplus.NGPlus]:
+        if k == 3:
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "_foreach_copy_", _refuse)
+                with pytest.raises(KeyboardInterrupt):
+                    optimizer.step()
+            assert optimizer._steady is None
+        return model, optimizer
+
+    assert all(bool(x.isfinite().all()) for x in trained(between=broken))
+
+
+def _refuse(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_step_that_is_too_long_is_left_out() -> None:

@@ -49,6 +49,10 @@ class Bundle:
         """The stacks of each matrix's gradient as those of the bundle."""
         return gradients[0] if len(gradients) == 1 else [_cat([stacks[0] for stacks in gradients])]
 
+    def let_go(self) -> None:
+        """Of the gradients that it was made with, so that they are not kept beyond their step."""
+        self.stacks = [stack.new_empty(0) for stack in self.stacks]
+
     def count(self) -> int:
         """One more step of the moments."""
         count = int(self.state["adam_step"]) + 1

@@ -95,6 +95,10 @@ class BoundOptimizer(Optimizer):
         """Does this group's curvature come from captured factors?"""
         return True
 
+    def _sums(self, group: Mapping[str, Any]) -> bool:
+        """Does a refresh write out the G_i of all samples, so that their sum is the gradient?"""
+        return False
+
     def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
         """Is there curvature, of the size and precision that the matrix has at present?"""
         raise NotImplementedError
@@ -232,7 +236,7 @@ class BoundOptimizer(Optimizer):
         self._armed_by = self._arming_options()
         for matrix in self._matrices:
             matrix.armed = self._captures(self._group(matrix)) and matrix.source != "batch" and self._due(matrix)
-            matrix.known = "refreshed" in self.state.get(matrix.params[0], {})
+            matrix.known = self._sums(self._group(matrix)) and "refreshed" in self.state.get(matrix.params[0], {})
         if self._gathering is not None:
             self._gathering.note_armed()
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ngplus.dtensor import whole
-from ngplus.factors import Factors, widen
+from ngplus.factors import Factors, Summed, widen
 from ngplus.layers import Batch
 from ngplus.layers.rule import NotPerSample
 from ngplus.matrices import ParameterMatrix, Use
@@ -58,9 +58,19 @@ class Slot:
     """One use in one call, waiting for its gradient. ``held`` is what :class:`Saved` gave: older torch frees the node's
     tensors without it."""
 
-    def __init__(self, use: Use, call: Call, build: Build, held: Any, shape: torch.Size, dim: int | None) -> None:
+    def __init__(
+        self,
+        use: Use,
+        call: Call,
+        build: Build,
+        held: Any,
+        shape: torch.Size,
+        dim: int | None,
+        summed: Summed | None = None,
+    ) -> None:
         self.use, self.call, self.build, self.held, self.shape, self.dim = use, call, build, held, shape, dim
         self.grad: Tensor | None = None
+        self.summed = summed
 
     def factors(self) -> Factors | None:
         assert self.grad is not None
@@ -82,6 +92,7 @@ class Slot:
         if not matrix.counted:
             return None
         built = self.build(saved, grad, self.use.active, batch)
+        built.summed = self.summed
         return widen(built, self.use.columns, matrix.layout.cols)
 
 

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from ngplus.calls import BatchDims, Build, Call, Saved, Slot, batch_dims
 from ngplus.compiled import CompiledCalls, uncompiled
-from ngplus.factors import Factors, join
+from ngplus.factors import Factors, Summed, join
 from ngplus.layers import Batch, Watcher
 from ngplus.layers.rule import NotPerSample, no_mixed_precision
 from ngplus.matrices import ParameterMatrix, Use
@@ -232,8 +232,15 @@ class Capture:
     def batch(self, use: Use) -> Batch:
         return Batch(self._dims.get(use.module, 0), None if self._call is None else self._call.batch_size)
 
-    def record(self, use: Use, output: Tensor, inputs: tuple[Tensor | None, ...], build: Build) -> None:
-        """Waits for the gradient of ``output`` to build the factors of this use."""
+    def record(
+        self,
+        use: Use,
+        output: Tensor,
+        inputs: tuple[Tensor | None, ...],
+        build: Build,
+        summed: Summed | None = None,
+    ) -> None:
+        """Waits for the gradient of ``output`` to build the factors of this use; ``summed`` is for their sum."""
         if not output.requires_grad or not any(use.active):
             return
         matrix, call = use.matrix, self._present_call()
@@ -247,7 +254,7 @@ class Capture:
             elif call.waiting[id(matrix)]:
                 return  # checkpointing without reentry runs the forward again; the first run waits already
         call.waiting[id(matrix)] += 1
-        slot = Slot(use, call, build, held, output.shape, self._dims.get(use.module, 0))
+        slot = Slot(use, call, build, held, output.shape, self._dims.get(use.module, 0), summed)
         this = weakref.ref(self)
 
         def arrive(grad: Tensor) -> None:
@@ -271,13 +278,19 @@ class Capture:
         grad = grad.detach()
         call.retained = call.retained or torch._C._autograd._get_current_graph_task_keep_graph()
         if call.retained:
+            slot.summed = None  # what is made of it at the step, nobody waits for
             if slot.grad is None:
                 self._kept.append(slot)
             slot.grad = grad if slot.grad is None else slot.grad + grad
             return
         slot.grad = grad
+        last = not any(other.unfinished(matrix) for other in self._calls)
+        if slot.summed is not None and last:  # the layer's own node is next
+            slot.summed.source = Summed.mark(grad)
+        else:
+            slot.summed = None
         self._make_ready(slot)
-        if not any(other.unfinished(matrix) for other in self._calls):
+        if last:
             self._flush(matrix)
 
     def _make_ready(self, slot: Slot) -> None:
@@ -413,16 +426,16 @@ class _ModuleWatcher(Watcher):
             adapted = rule.adapt(module, inputs, output, capture.batch(use))
             summed = None
             if parameters.known and use.active[0] and not parameters.managed:
-                adapted, summed = rule.with_shared_gradient(module, inputs, adapted) or (adapted, None)
+                summed, before = Summed(), adapted
+                adapted = rule.with_shared_gradient(module, inputs, before, summed)
+                summed = None if adapted is before else summed
 
             def build(
                 saved: tuple[Tensor | None, ...], grad: Tensor, active: tuple[bool, ...], batch: Batch
             ) -> Factors:
-                factors = rule.factors(module, saved, grad, active, batch)
-                factors.summed = summed
-                return factors
+                return rule.factors(module, saved, grad, active, batch)
 
-            capture.record(use, adapted, inputs, build)
+            capture.record(use, adapted, inputs, build, summed)
             return None if adapted is output else adapted
 
         return _Hook(self._capture, after)

@@ -46,6 +46,16 @@ class Work:
             self._joined = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, dim=-1)
         return self._joined
 
+    def stacks(self) -> list[Tensor]:
+        """The gradient with its curved dimension first, in the blocks of its matrix."""
+        side = self.matrix.side(self.group["side"])
+        return self.matrix.cut_of(self.group).split(self.gradient if side == "left" else self.gradient.mT)
+
+    def merged(self, stacks: Sequence[Tensor]) -> Tensor:
+        """The way back: [groups, m, n]."""
+        whole = self.matrix.cut_of(self.group).merge(stacks)
+        return whole if self.matrix.side(self.group["side"]) == "left" else whole.mT
+
 
 Task = tuple[Work, Gathered | None, Trouble]  # a refresh: what was gathered for a matrix, and what it meets
 
@@ -76,8 +86,13 @@ class CapturedOptimizer(BoundOptimizer):
         """
         raise NotImplementedError
 
+    def _refreshed_together(self, works: Sequence[Work]) -> list[list[Work]]:
+        """The matrices that are due, as they go through ``_refresh_all``: what is new and what was before are both
+        there for as long as that takes, so large ones go one by one."""
+        return [[work] for work in works]
+
     def _refresh_all(self, tasks: Sequence[Task]) -> None:
-        """The refreshes of one step; a method may work on many matrices together."""
+        """The refreshes of matrices that a method may work on together."""
         for work, gathered, trouble in tasks:
             self._refresh(work, gathered, trouble)
 
@@ -96,8 +111,9 @@ class CapturedOptimizer(BoundOptimizer):
         """The directions where this step is like the last one, by what ``_remember`` has kept; None where it is not."""
         return None
 
-    def _remember(self) -> None:
-        """After a step: what may stand for the next one, too."""
+    def _remember(self, again: bool) -> None:
+        """After a step: keeps what may stand for the next one where that comes ``again`` in the same way, or drops
+        it."""
 
     def _share(self, team: Team, fresh: list[ParameterMatrix], gathering: Gathering, due: set[int]) -> None:
         """Refreshes the matrices whose curvature every rank of a team keeps; they are due no more."""
@@ -120,7 +136,7 @@ class CapturedOptimizer(BoundOptimizer):
                 params, left_out = update_parameters(self._complete(group), directions, self.state, self._skip)
                 self._ledger.note("steps", [self._names[p] for p in params], left_out)
             self._advance()
-            self._remember()
+            self._remember(True)
         self._ledger.tell()
         return loss
 
@@ -141,6 +157,7 @@ class CapturedOptimizer(BoundOptimizer):
             for param, direction in zip(params, made, strict=True):
                 param.grad = like(param, direction)
             self._advance()
+            self._remember(False)
         self._ledger.tell()
 
     def _directions(self) -> dict[nn.Parameter, Tensor | Product] | None:
@@ -178,7 +195,8 @@ class CapturedOptimizer(BoundOptimizer):
         uncovered: list[ParameterMatrix] = []
         for work in works:
             self._observe(work)
-        self._take_up([work for work in works if id(work.matrix) in due], gathering, uncovered)
+        for together in self._refreshed_together([work for work in works if id(work.matrix) in due]):
+            self._take_up(together, gathering, uncovered)
         if due:
             self._ledger.fetch()
         directions: dict[nn.Parameter, Tensor | Product] = {}

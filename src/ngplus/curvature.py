@@ -265,7 +265,7 @@ def solved(fresh: Fresh, group: Group, seed: int, trouble: Trouble | None = None
 
 
 def eigenbases(tasks: Sequence[tuple[Fresh, Trouble | None]]) -> Iterator[Solved]:
-    """The same for the eigenbases of many matrices, one after the other; small ones of one size take one call."""
+    """The same for the eigenbases of many matrices; small ones of one size take one call."""
     each = [(matrix, trouble) for fresh, trouble in tasks for matrix in fresh.dense()]
     pairs = solve.eigenbases(each)
     for fresh, _ in tasks:

@@ -108,19 +108,20 @@ def gfim_sums(
 
 
 class _Sum:
-    """sum_i G_i, [groups, m, n], of gradients that are written out piece by piece, for a layer that waits for it."""
+    """sum_i G_i, [groups, m, n], of gradients that are written out piece by piece, for a layer that can do with it."""
 
     def __init__(self, factors: Factors, side: str, samples: Tensor | None) -> None:
-        self._into = factors.summed if samples is None and not factors.summed else None
+        wanted = factors.summed
+        self._for = wanted if samples is None and wanted is not None and wanted.total is None else None
         self._other, self._left = factors.curved_and_other(side)[1], side == "left"
 
     def add(self, tall: Tensor) -> None:
         """The next piece, [groups, samples * D, d]."""
-        if self._into is None:
+        if self._for is None:
             return
         part = tall.unflatten(1, (-1, self._other)).sum(1)
         part = part.mT if self._left else part
-        self._into[:] = [part if not self._into else self._into[0] + part]
+        self._for.total = part if self._for.total is None else self._for.total + part
 
 
 def shares_gradients(factors: Factors, cut: Cut, side: str) -> bool:

@@ -26,7 +26,7 @@ from ngplus.gathering import Gathering, seed_of
 from ngplus.gradients import captured_scale
 from ngplus.matrices import ParameterMatrix, Use
 from ngplus.plan import Plan, plan_of
-from ngplus.solve import Product
+from ngplus.solve import SMALL, Product
 from ngplus.steady import Share, Steady
 from ngplus.sync import Replicas, Team
 from ngplus.update import graft_length, with_length
@@ -231,6 +231,21 @@ class NGPlus(CapturedOptimizer):
             fresh = curvatures.mini_batch(work.matrix, work.gradient, work.group, seed_of(work.group))
             curvatures.online(work.state, fresh, work.group)
 
+    def _sums(self, group: Mapping[str, Any]) -> bool:
+        return group["samples"] is None and group["sketch"] is None
+
+    def _refreshed_together(self, works: Sequence[Work]) -> list[list[Work]]:
+        """Small matrices in one list; not on many ranks, where each has other ones, and a stack may round otherwise."""
+        small = [
+            work
+            for work in works
+            if work.group["scaling"] == "adaptive"
+            and not self._teams
+            and all(size <= SMALL for _, size in work.matrix.cut_of(work.group).shapes)
+        ]
+        alone = {id(work) for work in works} - {id(work) for work in small}
+        return ([small] if small else []) + [[work] for work in works if id(work) in alone]
+
     def _refresh_all(self, tasks: Sequence[Task]) -> None:
         """L or R and its inverse, or its eigenbasis."""
         at_once: list[tuple[Work, Fresh, Trouble]] = []
@@ -390,18 +405,20 @@ class NGPlus(CapturedOptimizer):
             if work.group["scaling"] == "inverse":
                 products = self._products(work)
                 if products is None:
-                    stacks = curvatures.apply(work.state, self._stacks(work), work.group)
-                directions[i] = self._merged(work, stacks) if products is None else products
+                    stacks = curvatures.apply(work.state, work.stacks(), work.group)
+                directions[i] = self._grafted(work, work.merged(stacks)) if products is None else products
             elif work.rows is not None:
-                directions[i] = self._merged(work, adaptive.sparse_steps(work.state, self._stacks(work), work.group))
+                stacks = adaptive.sparse_steps(work.state, work.stacks(), work.group)
+                directions[i] = self._grafted(work, work.merged(stacks))
             else:
                 together.setdefault(id(work.group), []).append(i)
         for own in together.values():
             group = works[own[0]].group
-            steps = adaptive.Steps([(works[i].state, self._stacks(works[i])) for i in own], group)
+            steps = adaptive.Steps([(works[i].state, works[i].stacks()) for i in own], group)
             made = steps.spread(steps.step(steps.gradients(), group))
             shares.append(Share(group, [works[i] for i in own], steps))
-            directions.update({i: self._merged(works[i], stacks) for i, stacks in zip(own, made, strict=True)})
+            for i, stacks in zip(own, made, strict=True):
+                directions[i] = self._grafted(works[i], works[i].merged(stacks))
         self._shares = (
             shares if sum(len(share.works) for share in shares) == len(works) and Steady.fits(works) else None
         )
@@ -421,17 +438,20 @@ class NGPlus(CapturedOptimizer):
         self._held.clear()
         self._skip, self._initialising = None, False
         self._ledger.steps += 1
+        directions = steady.directions()
         self._steady = steady
-        return steady.directions()
+        return directions
 
-    def _remember(self) -> None:
+    def _remember(self, again: bool) -> None:
         shares, self._shares = self._shares, None
-        if self._steady is not None or shares is None or self._skip is not None or torch.compiler.is_compiling():
+        if self._steady is not None or shares is None or not again or self._skip is not None or self._initialising:
+            return
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or self._background.busy:
             return
         plain = all(g["curvature"] != "batch" and g["drift"] is None and g["step"] > 1 for g in self.param_groups)
-        if plain and not self._teams and not self._background.busy and not any(map(self._due, self._matrices)):
-            until = [next_refresh(share.group) for share in shares]
-            self._steady = Steady(shares, until, list(self._names), self.state, self._stacks, self._merged)
+        if plain and not any(map(self._due, self._matrices)):
+            until = [next_refresh(group) for group in self.param_groups]
+            self._steady = Steady.of(shares, self.param_groups, until, self._option_names, list(self._names))
 
     def _arm(self) -> None:
         if self._steady is not None and self._steady.goes_on:
@@ -454,16 +474,8 @@ class NGPlus(CapturedOptimizer):
             return None
         return curvatures.products(work.state, work.parts, matrix.side(group["side"]), group)
 
-    def _stacks(self, work: Work) -> list[Tensor]:
-        """The gradient with its curved dimension first, in the blocks of its matrix."""
-        side = work.matrix.side(work.group["side"])
-        return work.matrix.cut_of(work.group).split(work.gradient if side == "left" else work.gradient.mT)
-
-    def _merged(self, work: Work, stacks: list[Tensor]) -> Tensor:
-        """The way back, at the step length of another method where one is grafted on."""
-        side = work.matrix.side(work.group["side"])
-        direction = work.matrix.cut_of(work.group).merge(stacks)
-        direction = direction if side == "left" else direction.mT
+    def _grafted(self, work: Work, direction: Tensor) -> Tensor:
+        """At the step length of another method where one is grafted on."""
         if work.group["graft"] is None:
             return direction
         return with_length(direction, graft_length(work.state, work.gradient, work.group, work.rows is not None))

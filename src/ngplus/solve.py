@@ -216,8 +216,8 @@ def eigenbasis(matrix: Tensor, trouble: Trouble | None = None) -> tuple[Tensor, 
 
 
 def eigenbases(tasks: Sequence[tuple[Tensor, Trouble | None]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same for many stacks of matrices, in their order. Small ones of one size are one stack: the same numbers in
-    fewer calls. Where one of a stack meets trouble, each is taken by itself."""
+    """The same for many stacks of matrices, in their order. Small ones of one size are one stack, in fewer calls. Where
+    one of a stack meets trouble, each is taken by itself."""
     alike: dict[object, list[int]] = {}
     for i, (matrix, _) in enumerate(tasks):
         size = matrix.shape[-1]

@@ -13,7 +13,7 @@ On the way from gradient to step: all of it, where a step is like the last one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from ngplus.gradients import gradient_parts
 from ngplus.solve import Product
 
 SMALL = 2**16  # numbers of a matrix that is alone: with more, a copy costs more than the calls that it saves
-VARYING = ("lr", "weight_decay", "step")  # options that are read anew in every step
+VARYING = ("lr", "weight_decay", "momentum", "beta2", "step")  # options that are read anew in every step
 
 
 class Share:
@@ -39,48 +39,60 @@ class Share:
 
 
 class Steady:
-    """What stands from one step to the next, until ``holds`` says otherwise or a refresh is due.
+    """What stands from one step to the next, as long as ``holds`` says so and no refresh is due.
 
-    ``stacks_of`` brings a matrix's gradient into stacks, ``merged`` a step in stacks back into the shape of its matrix.
+    ``groups`` are all of the optimizer, with the step of the next refresh of each and the names of their options;
+    ``params`` are all parameters.
     """
 
     def __init__(
         self,
         shares: Sequence[Share],
+        groups: Sequence[Group],
         until: Sequence[int],
+        options: Sequence[str],
         params: Sequence[nn.Parameter],
-        states: Mapping[Tensor, State],
-        stacks_of: Callable[[Work], list[Tensor]],
-        merged: Callable[[Work, list[Tensor]], Tensor],
     ) -> None:
-        self._shares, self._until = shares, until
-        self._stacks_of, self._merged = stacks_of, merged
-        self._options = [_fixed(share.group) for share in shares]
-        self._step = [share.group["step"] for share in shares]
+        self._groups, self._until = groups, until
+        self._names = [name for name in options if name not in VARYING]
+        self._options = [[group[name] for name in self._names] for group in groups]
+        self._step = [group["step"] for group in groups]
         works = [work for share in shares for work in share.works]
         self.params = [p for work in works for p in work.matrix.active_params]
-        self._forms = [_form(p, p) for p in self.params]
+        self._forms = [(*_form(p, p)[:-1], True) for p in self.params]
         moving = set(self.params)
-        self._idle = [p for p in params if p not in moving]
+        self.idle = [p for p in params if p not in moving]
         self._states = [(work.matrix.params[0], work.state) for work in works]
+        self._shares = [
+            Share(s.group, [Work(w.matrix, w.group, w.state, []) for w in s.works], s.steps) for s in shares
+        ]
         self._slots = [
             [_Slot.of(bundle, [share.works[i] for i in bundle.places]) for bundle in share.steps.bundles]
-            for share in shares
+            for share in self._shares
         ]
         own = [slot for slots in self._slots for slot in slots if slot is not None]
         self._inputs = [view for slot in own for view in slot.inputs]
         self._targets = [stack for slot in own for stack in slot.targets]
         self._small = [p for slot in own for p in slot.params]
         self._views = dict(zip(self._small, [view for slot in own for view in slot.outputs], strict=True))
+        bundles = [bundle for share in shares for bundle in share.steps.bundles]
         self._kept: list[tuple[State, str, Tensor, bool]] = [
             (state, key, state[key], bool(bundle.own))
-            for share in shares
-            for bundle in share.steps.bundles
+            for bundle in bundles
             for state in bundle.states
             for key in bundle.keys
         ]
-        self._versions: list[int] = []
+        for bundle in bundles:
+            bundle.let_go()
         self._note_versions()
+
+    @classmethod
+    def of(cls, shares: Sequence[Share], *rest: Any) -> Steady | None:
+        """None where the next step could not be taken this way."""
+        steady = cls(shares, *rest)
+        held = [tensor for _, _, tensor, _ in steady._kept]
+        idle = all(p.grad is None for p in steady.idle)
+        return steady if idle and not any(tensor.is_inference() for tensor in held) else None
 
     @staticmethod
     def fits(works: Sequence[Work]) -> bool:
@@ -96,15 +108,12 @@ class Steady:
 
     def holds(self, states: Mapping[Tensor, State]) -> bool:
         """Is the step that comes like the last one?"""
-        groups = [share.group for share in self._shares]
+        steps = zip(self._groups, self._step, self._until, strict=True)
         return (
-            all(
-                group["step"] == step < until
-                for group, step, until in zip(groups, self._step, self._until, strict=True)
-            )
-            and all(_fixed(group) == options for group, options in zip(groups, self._options, strict=True))
+            all(group["step"] == step < until for group, step, until in steps)
+            and [[group[name] for name in self._names] for group in self._groups] == self._options
             and all(p.grad is not None and _form(p, p.grad) == f for p, f in zip(self.params, self._forms, strict=True))
-            and all(p.grad is None for p in self._idle)
+            and all(p.grad is None for p in self.idle)
             and all(states.get(p) is state for p, state in self._states)
             and all(
                 state.get(key) is held and (not copied or held._version == version)
@@ -123,13 +132,13 @@ class Steady:
             torch._foreach_copy_(self._inputs, [p.grad for p in self._small])  # type: ignore[misc]
         directions: dict[nn.Parameter, Tensor | Product] = {**self._views}
         small: list[Tensor] = []
-        for number, (share, slots) in enumerate(zip(self._shares, self._slots, strict=True)):
+        for share, slots in zip(self._shares, self._slots, strict=True):
             gradients: list[Tensor] = []
             large: dict[int, Work] = {}
             for bundle, slot in zip(share.steps.bundles, slots, strict=True):
                 if slot is None:
                     own = {i: _with_gradient(share.works[i]) for i in bundle.places}
-                    gradients += bundle.joined([self._stacks_of(work) for work in own.values()])
+                    gradients += bundle.joined([work.stacks() for work in own.values()])
                     large.update(own)
                 else:
                     gradients += slot.stacks
@@ -138,17 +147,17 @@ class Steady:
                 stacks = [next(made) for _ in bundle.stacks]
                 if slot is None:
                     for i, its_own in bundle.spread(stacks):
-                        directions.update(by_parameter(large[i], self._merged(large[i], its_own), None))
+                        directions.update(by_parameter(large[i], large[i].merged(its_own), None))
                 else:
                     small += stacks
-            self._step[number] += 1
         if small:
             torch._foreach_copy_(self._targets, small)
+        self._step = [step + 1 for step in self._step]
         self._note_versions()
         return directions
 
     def _note_versions(self) -> None:
-        self._versions = [held._version for _, _, held, _ in self._kept]
+        self._versions = [held._version for _, _, held, _ in self._kept if not held.is_inference()]
 
 
 class _Slot:
@@ -185,9 +194,7 @@ def _memory(bundle: Bundle, works: Sequence[Work]) -> tuple[list[Tensor], list[T
     return views, matrix.cut_of(group).split(buffer if matrix.side(group["side"]) == "left" else buffer.mT)
 
 
-def _fixed(group: Group) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in VARYING and name != "params"}
-
-
 def _form(param: nn.Parameter, grad: Tensor) -> tuple[Any, ...]:
-    return param.requires_grad, param.dtype, param.shape, grad.dtype, grad.shape, grad.layout, grad.device
+    """Of a parameter and its gradient all that matters but numbers. A turned matrix would be multiplied as it lies."""
+    ordered = grad.dim() != 2 or grad.is_contiguous()
+    return param.requires_grad, param.dtype, param.shape, grad.dtype, grad.shape, grad.layout, grad.device, ordered

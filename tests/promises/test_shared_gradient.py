@@ -4,6 +4,7 @@ product: the same gradients and curvature, whatever else the pass does."""
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -106,7 +107,7 @@ def channels_last(model: nn.Module, x: Tensor, y: Tensor) -> None:
 def apart() -> Iterator[None]:
     """Every product is torch's own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ConvRule, "with_shared_gradient", lambda *_: None)
+        patch.setattr(ConvRule, "with_shared_gradient", lambda self, module, inputs, output, summed: output)
         yield
 
 
@@ -203,6 +204,87 @@ def test_a_hook_of_the_user_sees_the_gradient_of_the_output() -> None:
     with apart():
         assert_close(found, seen())
     assert len(found) == 3
+
+
+@pytest.mark.parametrize("kind", ["another", "in place"])
+def test_a_hook_of_the_user_may_change_the_gradient_of_the_output(kind: str) -> None:
+    """Once training is under way, as a clamp does: the weight's gradient is that of the changed one."""
+
+    def found() -> list[Tensor]:
+        model, steps = network(), []
+        model(batch(0)[0])
+        optimizer = ngplus.NGPlus(model, lr=0.01, **PAPER)
+        for k in range(4):
+            if k == 2:
+                model[0].register_forward_hook(lambda _, __, out: out.register_hook(changed) and None)
+            optimizer.zero_grad()
+            plain(model, *batch(k))
+            steps += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+        return steps
+
+    def changed(grad: Tensor) -> Tensor | None:
+        if kind == "another":
+            return grad.clamp(-1e-4, 1e-4)
+        grad.clamp_(-1e-4, 1e-4)
+        return None
+
+    shared = found()
+    with apart():
+        assert_close(shared, found())
+
+
+@pytest.mark.parametrize("kind", ["another weight", "another input", "no gradient of the input"])
+def test_a_forward_of_the_user_s_own_is_left_alone(kind: str) -> None:
+    def own(conv: nn.Conv2d, x: Tensor) -> Tensor:
+        weight = conv.weight * 2 if kind == "another weight" else conv.weight
+        x = 3 * x if kind == "another input" else x.detach() if kind == "no gradient of the input" else x
+        return nn.functional.conv2d(x, weight, conv.bias, conv.stride, conv.padding)
+
+    def found() -> list[Tensor]:
+        model, steps = network(), []
+        model(batch(0)[0])
+        optimizer = ngplus.NGPlus(model, lr=0.01, **PAPER)
+        for k in range(4):
+            if k == 2:
+                conv = model[2]
+                conv.forward = functools.partial(own, conv)
+            optimizer.zero_grad()
+            plain(model, *batch(k))
+            steps += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+        return steps
+
+    shared = found()
+    with apart():
+        assert_close(shared, found())
+
+
+def test_a_module_that_is_called_twice() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.again = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.again(torch.tanh(self.again(torch.tanh(self.first(x)))))
+            return x.mean((2, 3))
+
+    def found() -> list[Tensor]:
+        model = Twice()
+        optimizer = ngplus.NGPlus(model, lr=0.01, **PAPER)
+        steps = []
+        for k in range(3):
+            optimizer.zero_grad()
+            model(batch(k)[0]).square().mean().backward()
+            steps += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+        return [*steps, optimizer.curvature("again.weight").matrix]
+
+    shared = found()
+    with apart():
+        assert_close(shared, found())
 
 
 def test_a_copied_model_goes_on() -> None:

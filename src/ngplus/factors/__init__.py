@@ -17,12 +17,12 @@ Joined     the sum of several of the above, same samples        tied weights, mo
 On the way from gradient to step: the form in which G_i leaves the layer rules and enters :mod:`ngplus.fisher`.
 """
 
-from ngplus.factors.base import Factors, Lazy, wide
+from ngplus.factors.base import Factors, Lazy, Summed, wide
 from ngplus.factors.dense import Outer, Rows, gram_root, outer_costs
 from ngplus.factors.joined import Joined, join, widen
 from ngplus.factors.tables import Bags, Lookup, as_lookup
 
 __all__ = [
-    "Bags", "Factors", "Joined", "Lazy", "Lookup", "Outer", "Rows",
+    "Bags", "Factors", "Joined", "Lazy", "Lookup", "Outer", "Rows", "Summed",
     "as_lookup", "gram_root", "join", "outer_costs", "wide", "widen",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ On the way from gradient to step: the form in which G_i goes from the layer rule
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -47,6 +48,25 @@ def take(factor: Factor, samples: Tensor | slice) -> Tensor:
     return factor[:, samples] if isinstance(factor, Tensor) else factor.take(samples)
 
 
+@dataclass
+class Summed:
+    """sum_i G_i, [groups, m, n], for the backward pass of a layer, and what tells the gradient of the output from which
+    it was made."""
+
+    total: Tensor | None = None
+    source: object = None
+
+    @staticmethod
+    def mark(grad: Tensor) -> object:
+        """Of a gradient: where it lies, and how often it has been changed."""
+        return grad.data_ptr(), grad._version, grad.shape, grad.stride()
+
+    def take(self, grad: Tensor) -> Tensor | None:
+        """The sum, once, where it was made from just this gradient."""
+        total, self.total = self.total, None
+        return total if self.source == self.mark(grad) else None
+
+
 class Factors:
     """Per-sample gradients G_i (m x n) of one matrix, in a form that need not be multiplied out."""
 
@@ -55,7 +75,7 @@ class Factors:
     positions: int
     rows: int
     cols: int
-    summed: list[Tensor] | None = None  # where it is a list, the layer's backward takes sum_i G_i from it, if there
+    summed: Summed | None = None  # where the layer's own backward pass can do with sum_i G_i
 
     def gradients(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
         """G_i multiplied out, [groups, samples, m, n]."""

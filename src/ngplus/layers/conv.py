@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from ngplus.factors import Factors, Outer
+from ngplus.factors import Factors, Outer, Summed
 from ngplus.layers.matrix import MatrixSpec
 from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, register_layer
 
@@ -157,14 +157,16 @@ def conv_factors(patches: Patches | None, grad: Tensor, active: Active, groups: 
 
 
 class SharedGradient(torch.autograd.Function):
-    """A convolution that has been made already, with a backward pass of its own: where ``summed`` has sum_i G_i by
-    then, that is the weight's gradient; else it is made as always."""
+    """A convolution that has been made already, with a backward pass of its own: where ``summed`` has the sum of the
+    G_i by then, that is the weight's gradient; else it is made as always."""
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, module: _ConvNd, summed: list[Tensor]
+        ctx: Any, output: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, module: _ConvNd, summed: Summed
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.for_x = x.requires_grad
+        ctx.save_for_backward(x, weight if ctx.for_x else None)  # as torch does
+        ctx.weight = None if ctx.for_x else weight.detach()  # only its shape matters then
         ctx.mark_dirty(output)  # it is given back as it is: an activation may work on it in place
         ctx.summed, ctx.bias_sizes = summed, None if bias is None else list(bias.shape)
         ctx.geometry = (module.stride, module.padding, module.dilation, False, module.output_padding, module.groups)
@@ -173,9 +175,10 @@ class SharedGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight = ctx.saved_tensors
+        weight = weight if ctx.for_x else ctx.weight
         _, for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
         # A gradient that is itself to be differentiated has to come from torch's own products.
-        total = ctx.summed.pop() if ctx.summed and not torch.is_grad_enabled() else None
+        total = ctx.summed.take(grads[0]) if not torch.is_grad_enabled() else None
         mask = [for_x, for_weight and total is None, for_bias]
         own: Any = (None, None, None)
         if any(mask):
@@ -184,6 +187,26 @@ class SharedGradient(torch.autograd.Function):
             columns = weight.numel() // (total.shape[0] * total.shape[1])
             own = (own[0], total[..., :columns].reshape(weight.shape).to(weight.dtype), own[2])
         return None, *own, None, None
+
+
+def _is_plain(module: _ConvNd, x: Tensor, output: Tensor) -> bool:
+    """Is the output that of this convolution of x and nothing else, in float32, and does nobody wait for it yet?"""
+    if type(module) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d) or "forward" in module.__dict__:
+        return False
+    if module.padding_mode != "zeros" or isinstance(module.padding, str) or x.dim() != len(module.kernel_size) + 2:
+        return False
+    if any(type(t) not in (Tensor, nn.Parameter) or t.dtype != torch.float32 for t in (x, module.weight, output)):
+        return False
+    if torch.is_autocast_enabled(x.device.type) or output._backward_hooks or output.retains_grad:
+        return False
+    node = output.grad_fn
+    if node is None or node.name() != "ConvolutionBackward0":
+        return False
+    source = torch.autograd.graph.get_gradient_edge(x).node if x.requires_grad else None
+    tensors = (module.weight, module.bias)
+    wanted = [None if t is None or not t.requires_grad else t for t in tensors]
+    found = [getattr(edge, "variable", None) for edge, _ in node.next_functions[1:]]
+    return node.next_functions[0][0] is source and all(f is w for f, w in zip(found, wanted, strict=True))
 
 
 def _batched(x: Tensor, spatial: int) -> Tensor:
@@ -206,26 +229,12 @@ class ConvRule(LayerRule):
         assert isinstance(module, _ConvNd)
         return [MatrixSpec(("weight", "bias"), ("rows", "column"), module.groups)]
 
-    def with_shared_gradient(
-        self, module: nn.Module, inputs: Inputs, output: Tensor
-    ) -> tuple[Tensor, list[Tensor]] | None:
+    def with_shared_gradient(self, module: nn.Module, inputs: Inputs, output: Tensor, summed: Summed) -> Tensor:
         assert isinstance(module, _ConvNd)
         (x,) = inputs
-        plain = type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # what else one does is not known
-        if x is None or not plain or module.padding_mode != "zeros" or isinstance(module.padding, str):
-            return None
-        if x.dim() != len(module.kernel_size) + 2 or torch.is_autocast_enabled(x.device.type):
-            return None
-        if not torch.is_grad_enabled() or output._backward_hooks or output.grad_fn is None:
-            return None
-        if output.grad_fn.name() != "ConvolutionBackward0":  # another's hook has been here, and waits for it
-            return None
-        tensors = (x, module.weight, output)
-        if any(type(t) not in (Tensor, nn.Parameter) or t.dtype != torch.float32 for t in tensors):
-            return None
-        summed: list[Tensor] = []
-        shared = SharedGradient.apply(output.detach(), x, module.weight, module.bias, module, summed)  # type: ignore[no-untyped-call]
-        return shared, summed
+        if x is None or not torch.is_grad_enabled() or not _is_plain(module, x, output):
+            return output
+        return SharedGradient.apply(output.detach(), x, module.weight, module.bias, module, summed)  # type: ignore[no-untyped-call]
 
     def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         assert isinstance(module, _ConvNd)

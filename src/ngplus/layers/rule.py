@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ngplus.factors import Factors
+from ngplus.factors import Factors, Summed
 from ngplus.layers.matrix import MatrixSpec
 
 Inputs = tuple[Tensor | None, ...]  # the tensors of a call that a rule needs; those that are not given are None
@@ -109,12 +109,10 @@ class LayerRule:
         """May replace the module's output on a refresh step, to give it a batch dimension; as a rule it does not."""
         return output
 
-    def with_shared_gradient(
-        self, module: nn.Module, inputs: Inputs, output: Tensor
-    ) -> tuple[Tensor, list[Tensor]] | None:
-        """The output with a backward pass that takes the weight's gradient from the list beside it, where a refresh has
-        put sum_i G_i, [groups, m, n], into it before; so it is not made twice. None where a layer has no such."""
-        return None
+    def with_shared_gradient(self, module: nn.Module, inputs: Inputs, output: Tensor, summed: Summed) -> Tensor:
+        """May replace the output by one whose backward pass takes the weight's gradient from ``summed``, where a
+        refresh has left the sum of the G_i there: then it is not made twice."""
+        return output
 
     def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         """The factors of G_i from the saved inputs and the gradient of the output.
