@@ -206,22 +206,24 @@ def test_a_hook_of_the_user_sees_the_gradient_of_the_output() -> None:
     assert len(found) == 3
 
 
+def gradients(change: Callable[[nn.Module], None]) -> list[Tensor]:
+    """Of four steps; before the third the model is changed."""
+    model, steps = network(), []
+    model(batch(0)[0])
+    optimizer = ngplus.NGPlus(model, lr=0.01, **PAPER)
+    for k in range(4):
+        if k == 2:
+            change(model)
+        optimizer.zero_grad()
+        plain(model, *batch(k))
+        steps += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+    return steps
+
+
 @pytest.mark.parametrize("kind", ["another", "in place"])
 def test_a_hook_of_the_user_may_change_the_gradient_of_the_output(kind: str) -> None:
     """Once training is under way, as a clamp does: the weight's gradient is that of the changed one."""
-
-    def found() -> list[Tensor]:
-        model, steps = network(), []
-        model(batch(0)[0])
-        optimizer = ngplus.NGPlus(model, lr=0.01, **PAPER)
-        for k in range(4):
-            if k == 2:
-                model[0].register_forward_hook(lambda _, __, out: out.register_hook(changed) and None)
-            optimizer.zero_grad()
-            plain(model, *batch(k))
-            steps += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-            optimizer.step()
-        return steps
 
     def changed(grad: Tensor) -> Tensor | None:
         if kind == "another":
@@ -229,9 +231,12 @@ def test_a_hook_of_the_user_may_change_the_gradient_of_the_output(kind: str) -> 
         grad.clamp_(-1e-4, 1e-4)
         return None
 
-    shared = found()
+    def hooked(model: nn.Module) -> None:
+        model[0].register_forward_hook(lambda _, __, out: out.register_hook(changed) and None)
+
+    shared = gradients(hooked)
     with apart():
-        assert_close(shared, found())
+        assert_close(shared, gradients(hooked))
 
 
 @pytest.mark.parametrize("kind", ["another weight", "another input", "no gradient of the input"])
@@ -241,23 +246,12 @@ def test_a_forward_of_the_user_s_own_is_left_alone(kind: str) -> None:
         x = 3 * x if kind == "another input" else x.detach() if kind == "no gradient of the input" else x
         return nn.functional.conv2d(x, weight, conv.bias, conv.stride, conv.padding)
 
-    def found() -> list[Tensor]:
-        model, steps = network(), []
-        model(batch(0)[0])
-        optimizer = ngplus.NGPlus(model, lr=0.01, **PAPER)
-        for k in range(4):
-            if k == 2:
-                conv = model[2]
-                conv.forward = functools.partial(own, conv)
-            optimizer.zero_grad()
-            plain(model, *batch(k))
-            steps += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-            optimizer.step()
-        return steps
+    def patched(model: nn.Module) -> None:
+        model[2].forward = functools.partial(own, model[2])
 
-    shared = found()
+    shared = gradients(patched)
     with apart():
-        assert_close(shared, found())
+        assert_close(shared, gradients(patched))
 
 
 def test_a_module_that_is_called_twice() -> None:
