@@ -64,8 +64,8 @@ Direction = tuple[Tensor | list[Product], Tensor | None]
 
 
 class CapturedOptimizer(BoundOptimizer):
-    """The frame. A method gives ``_refresh``, ``_fits``, and ``_direction`` or ``_precondition``; the rest where it has
-    a way of its own."""
+    """The frame. A method gives ``_fits``, ``_refresh`` or ``_refresh_all``, and ``_direction`` or ``_precondition``;
+    the rest where it has a way of its own."""
 
     _initialising = False
     _skip: Tensor | None = None  # on an accelerator: is this step to change nothing?
