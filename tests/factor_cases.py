@@ -31,8 +31,13 @@ class Late:
     def take(self, samples: Tensor | slice) -> Tensor:
         return self.values[:, samples].clone()
 
-    def outer(self, samples: Tensor | slice, left: Tensor) -> Tensor:
-        return self.take(samples).to(left.dtype).mT @ left
+    def outer(self, samples: Tensor | slice, left: Tensor, side: str, ones: bool) -> Tensor:
+        right = self.take(samples).to(left.dtype)
+        right = torch.cat((right, torch.ones_like(right[..., :1])), -1) if ones else right
+        return (right.mT @ left if side == "left" else left.mT @ right).flatten(1, 2)
+
+    def outer_memory(self, m: int) -> int:
+        return self.shape[0] * self.shape[2] * (self.shape[3] + m + 2)
 
     def gram(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
         taken = self.take(samples).to(dtype)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from layer_cases import CASES, Case, doubled, each, joined, randn, squared
 from torch import Tensor, nn
 
 import ngplus
+from ngplus.layers import norm
 
 LAMBDA = 0.3
 
@@ -91,24 +93,63 @@ def batch_gradient_parts(module: nn.Module, x: Tensor, target: Tensor) -> dict[s
     return {"weight": len(x) * scale, "bias": len(x) * (grad.sum(rest) if rest else grad)}
 
 
-@pytest.mark.parametrize(("kind", "shape"), [(nn.BatchNorm1d, (6, 4)), (nn.BatchNorm2d, (6, 4, 3, 2))])
-def test_batch_norm_in_training(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
+class ScaledFirst(nn.BatchNorm2d):
+    """Normalizes something else than its input; the result is the same, but for eps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(1e4 * x)
+
+
+@contextmanager
+def looked_at(seen: list[str]) -> Iterator[None]:
+    """Saved tensors through hooks: whatever is asked for of them is noted."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: (seen.append("asked"), x)[1]):
+        yield
+
+
+# How the statistics come about: torch's own, where they can be had, else they are worked out again.
+NORMS: list[tuple[str, Callable[[], nn.Module], tuple[int, ...], int]] = [
+    ("one dimension", lambda: nn.BatchNorm1d(4), (6, 4), 0),
+    ("two dimensions", lambda: nn.BatchNorm2d(4), (6, 4, 3, 2), 0),
+    ("no running statistics", lambda: nn.BatchNorm2d(4, track_running_stats=False), (6, 4, 3, 2), 0),
+    ("another input", lambda: ScaledFirst(4, eps=1e-12), (6, 4, 3, 2), 1),
+    ("saved elsewhere", lambda: nn.BatchNorm2d(4), (6, 4, 3, 2), 1),
+]
+
+
+@pytest.mark.parametrize(("case", "make", "shape", "worked_out"), NORMS, ids=[case[0] for case in NORMS])
+def test_batch_norm_in_training(
+    case: str,
+    make: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    worked_out: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
-    model = kind(4).double()
+    model = make().double()
     x, target = torch.randn(*shape, dtype=torch.float64), torch.rand(6, 1, dtype=torch.float64)
     parts = batch_gradient_parts(copy.deepcopy(model), x, target)
-    running = model.running_mean.clone()
+    running = None if model.running_mean is None else model.running_mean.clone()
+    again: list[str] = []
+    statistics = norm._mean_and_variance
+    monkeypatch.setattr(norm, "_mean_and_variance", lambda rows: (again.append(case), statistics(rows))[1])
     stack = torch.stack([parts["weight"], parts["bias"]], dim=-1)[:, None]
     optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, scaling="inverse")
     before = ref.columns(model.weight.detach().clone(), model.bias.detach().clone())
-    squared(model(x), target).backward()
+    asked: list[str] = []
+    with looked_at(asked) if case == "saved elsewhere" else nullcontext():
+        loss = squared(model(x), target)
+    assert not asked
+    loss.backward()
     optimizer.step()
     wanted = ref.direction(stack.mean(0), ref.gfim(stack, "right"), "right", LAMBDA)
     update = before - ref.columns(model.weight.detach(), model.bias.detach())
     assert ref.relative_error(update, wanted) < 1e-6
-    # The statistics are updated once, by the forward pass, and not again by the capture.
-    dims = [0, *range(2, x.dim())]
-    torch.testing.assert_close(model.running_mean, 0.9 * running + 0.1 * x.mean(dims))
+    assert len(again) == worked_out
+    if running is not None and case != "another input":
+        # The statistics are updated once, by the forward pass, and not again by the capture.
+        dims = [0, *range(2, x.dim())]
+        torch.testing.assert_close(model.running_mean, 0.9 * running + 0.1 * x.mean(dims))
 
 
 def test_embedding_scaled_by_frequency() -> None:

@@ -36,13 +36,52 @@ def test_inner_products(case: str, rows: int, chosen: slice | torch.Tensor) -> N
     torch.testing.assert_close(made.gram(chosen, torch.float64), unfolded @ unfolded.mT)
 
 
+def outer_by_hand(unfolded: torch.Tensor, left: torch.Tensor, side: str, ones: bool) -> torch.Tensor:
+    """All G_i, or on the left side all G_i^T, one under the other."""
+    right = torch.cat((unfolded, torch.ones_like(unfolded[..., :1])), -1) if ones else unfolded
+    gradients = torch.einsum("gspm,gspn->gsmn", left, right)
+    return torch.cat(list((gradients.mT if side == "left" else gradients).transpose(0, 1)), dim=1)
+
+
+@pytest.mark.parametrize("ones", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("case", list(CASES))
-def test_outer_products(case: str, rows: int) -> None:
+def test_outer_products(case: str, rows: int, side: str, ones: bool) -> None:
     made = patches(case, rows)
     unfolded = made.take(slice(1, 3))
     left = torch.randn(*unfolded.shape[:3], 5, dtype=torch.float64)
-    torch.testing.assert_close(made.outer(slice(1, 3), left), unfolded.mT @ left)
+    by_hand = outer_by_hand(unfolded, left, side, ones)
+    torch.testing.assert_close(made.outer(slice(1, 3), left, side, ones), by_hand)
+
+
+@pytest.mark.parametrize("ones", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("flip", [False, True], ids=["", "flipped"])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("case", list(CASES))
+def test_outer_products_by_a_convolution_for_each_sample(
+    case: str, rows: int, flip: bool, side: str, ones: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, kernel, stride, dilation, groups = CASES[case]
+    monkeypatch.setattr("ngplus.layers.conv.ONE_BY_ONE", {"many channels": 0, "few channels": 0})
+    torch.manual_seed(0)
+    made = Patches(torch.randn(3 * rows, *shape), kernel, stride, dilation, groups, 3, flip)
+    taken = _calls_of(monkeypatch, made)
+    for chosen in (slice(1, 3), torch.tensor([2, 0])):
+        unfolded = made.take(chosen)
+        left = torch.randn(*unfolded.shape[:3], 5)
+        by_hand = outer_by_hand(unfolded.double(), left.double(), side, ones)
+        torch.testing.assert_close(made.outer(chosen, left, side, ones), by_hand.float(), atol=1e-5, rtol=1e-5)
+    assert len(taken) == (0 if case == "one by one" else 2)
+
+
+def _calls_of(monkeypatch: pytest.MonkeyPatch, made: Patches) -> list[str]:
+    """Fills as ``_one_by_one`` is called."""
+    calls: list[str] = []
+    method = made._one_by_one
+    monkeypatch.setattr(made, "_one_by_one", lambda *args: (calls.append("called"), method(*args))[1])
+    return calls
 
 
 def test_pixels_cost_less_than_patches_where_the_image_is_small() -> None:

@@ -435,7 +435,7 @@ class _ModuleWatcher(Watcher):
             ) -> Factors:
                 return rule.factors(module, saved, grad, active, batch)
 
-            capture.record(use, adapted, inputs, build, summed)
+            capture.record(use, adapted, rule.kept(module, inputs, adapted), build, summed)
             return None if adapted is output else adapted
 
         return _Hook(self._capture, after)

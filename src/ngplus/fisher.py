@@ -119,7 +119,10 @@ class _Sum:
         """The next piece, [groups, samples * D, d]."""
         if self._for is None:
             return
-        part = tall.unflatten(1, (-1, self._other)).sum(1)
+        if tall.stride(-1) == 1:
+            part = tall.unflatten(1, (-1, self._other)).sum(1)
+        else:  # laid out in rows of D
+            part = tall.mT.unflatten(2, (-1, self._other)).sum(2).mT
         part = part.mT if self._left else part
         self._for.total = part if self._for.total is None else self._for.total + part
 

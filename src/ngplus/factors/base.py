@@ -22,8 +22,12 @@ class Lazy(Protocol):
     def take(self, samples: Tensor | slice) -> Tensor:
         """[groups, samples, positions, n] of these samples."""
 
-    def outer(self, samples: Tensor | slice, left: Tensor) -> Tensor:
-        """sum_p r_ip l_ip^T, [groups, samples, n, m], by whatever way is best."""
+    def outer(self, samples: Tensor | slice, left: Tensor, side: str, ones: bool) -> Tensor:
+        """sum_p l_ip r_ip^T one under the other, [groups, samples * m, n], or for the left side each of them turned,
+        [groups, samples * n, m], by whatever way is best; with ``ones`` r has one more column, of ones."""
+
+    def outer_memory(self, m: int) -> int:
+        """Numbers a sample that ``outer`` needs beside its result, for m rows."""
 
     def gram(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
         """r_ip . r_iq, [groups, samples, positions, positions], by whatever way is best."""

@@ -46,16 +46,14 @@ class Outer(Factors):
         step = max(1, PIECE // self.memory("left", "explicit", self.cols))
         out = torch.zeros(())
         for start in range(0, self.samples, step):
-            tall = self._tall(slice(start, start + step), dtype)
+            tall = self._written("left", slice(start, start + step), dtype).unflatten(1, (-1, self.cols))
             out = out.to(tall) + tall.sum(1).mT
         return out
 
-    def _tall(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
-        """G_i^T, [groups, samples, n, m], where the right factor is made for it."""
+    def _written(self, side: str, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
+        """Y of the form "explicit", [groups, samples * D, d], where the right factor is made for it."""
         assert not isinstance(self.right, Tensor)
-        left = take(self.left, samples).to(dtype)
-        tall = self.right.outer(samples, left)
-        return torch.cat((tall, left.sum(-2)[..., None, :]), dim=-2) if self.ones else tall
+        return self.right.outer(samples, take(self.left, samples).to(dtype), side, self.ones)
 
     def _curved(self, side: str, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
         return (take(self.left, samples) if side == "left" else self.dense_right(samples)).to(dtype)
@@ -77,8 +75,7 @@ class Outer(Factors):
         self, side: str, form: str, samples: Tensor | slice, sketch: Sketch | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         if form == "explicit" and sketch is None and not isinstance(self.right, Tensor):
-            tall = self._tall(samples, dtype)
-            tall = (tall if side == "left" else tall.mT).flatten(1, 2)
+            tall = self._written(side, samples, dtype)
             return tall, tall
         curved = self._curved(side, samples, dtype)
         if form == "gram" and sketch is None and side == "left" and not isinstance(self.right, Tensor):
@@ -124,6 +121,8 @@ class Outer(Factors):
 
     def memory(self, side: str, form: str, other: int) -> int:
         d, _ = self.curved_and_other(side)
+        if form == "explicit" and other == self.curved_and_other(side)[1] and not isinstance(self.right, Tensor):
+            return self.groups * d * other + self.right.outer_memory(self.rows)
         taken = self.positions * (self.rows + self.cols)  # patches, casts and the column of ones make copies
         work = d * other if form == "explicit" else self.positions * (self.positions + 2 * d)
         return self.groups * max(taken, work)

@@ -16,9 +16,11 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from ngplus.factors import Factors, Outer, Summed
 from ngplus.layers.matrix import MatrixSpec
-from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, register_layer
+from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, is_made_by, register_layer
 
 FEW_CHANNELS = 8  # below this, unfolding is cheaper than a product for each place of the kernel
+# Multiplications a sample from which torch's own convolutions, a call for each sample, are faster than either:
+ONE_BY_ONE = {"many channels": 2**24, "few channels": 2**18}
 
 
 class Patches:
@@ -95,15 +97,67 @@ class Patches:
         valid = wide.as_strided((*x.shape[:2], *self._out, *self._out), (*wide.stride()[:2], *strides, *steps))
         return valid.reshape(*x.shape[:2], self.shape[2], self.shape[2])
 
-    def outer(self, samples: Tensor | slice, left: Tensor) -> Tensor:
-        """sum_p patch_ip l_ip^T, [groups, samples, in/groups * kernel, m], without unfolding where there are channels
-        enough for products of their own.
+    def outer(self, samples: Tensor | slice, left: Tensor, side: str, ones: bool) -> Tensor:
+        """G_i = sum_p l_ip [patch_ip; 1]^T one under the other, [groups, samples * m, n], or for the left side G_i^T,
+        [groups, samples * n, m]; with ``ones`` there is one more of the n columns."""
+        if self._each_by_torch(left.shape[-1], left.dtype):
+            return self._one_by_one(samples, left, side, ones)
+        if self._x.shape[3] < FEW_CHANNELS or _prod(self._kernel) == 1:
+            patches = self.take(samples).to(left.dtype)
+            tall = patches.mT @ left if side == "left" else left.mT @ patches
+        else:
+            tall = self._by_places(samples, left)
+            tall = tall if side == "left" else tall.mT
+        if ones and side == "left":
+            tall = torch.cat((tall, left.sum(-2, keepdim=True)), dim=-2)
+        elif ones:
+            tall = torch.cat((tall, left.sum(-2)[..., None]), dim=-1)
+        return tall.flatten(1, 2)
+
+    def outer_memory(self, m: int) -> int:
+        """Numbers a sample that ``outer`` needs beside its result, for m rows."""
+        if self._each_by_torch(m):
+            return 0
+        if self._x.shape[3] < FEW_CHANNELS:
+            return int(self.shape[0] * self.shape[2] * self.shape[3])
+        return int(self._x[0].numel() + self.shape[0] * self.shape[2] * m)  # copies of input and gradient
+
+    def _each_by_torch(self, m: int, dtype: torch.dtype = torch.float32) -> bool:
+        """Is torch's own weight gradient of one sample after the other the fastest? Where a sample is work enough."""
+        if self._x.device.type != "cpu" or dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+            return False
+        groups, _, positions, cols = self.shape
+        least = ONE_BY_ONE["few channels" if self._x.shape[3] < FEW_CHANNELS else "many channels"]
+        return _prod(self._kernel) > 1 and groups * positions * cols * m >= least
+
+    def _one_by_one(self, samples: Tensor | slice, left: Tensor, side: str, ones: bool) -> Tensor:
+        """``outer`` from torch's own convolutions, written where it is wanted."""
+        x, n = self._x[samples], len(self._kernel)
+        count, rows, groups, inputs = x.shape[:4]
+        m, cols = left.shape[-1], self.shape[-1]
+        shape = (groups, m, count, cols + ones) if side == "left" else (groups, count, m, cols + ones)
+        out = left.new_empty(shape)
+        each = out.transpose(1, 2) if side == "left" else out  # [groups, samples, m, n]
+        x = x.flatten(2, 3)
+        g = left.unflatten(2, (rows, -1)).permute(1, 2, 0, 4, 3).reshape(count, rows, groups * m, *self._out)
+        weight = left.new_empty(groups * m, inputs, *self._kernel)  # of which only the shape matters
+        none = (0,) * n
+        geometry = (self._stride, none, self._dilation, False, none, groups)
+        for i in range(count):
+            own = torch.ops.aten.convolution_backward(g[i], x[i], weight, None, *geometry, (False, True, False))[1]
+            own = own.flip(tuple(range(2, 2 + n))) if self._flip else own
+            each[:, i, :, :cols] = own.reshape(groups, m, cols)
+        if ones:
+            each[..., cols] = left.sum(-2)
+        return out.flatten(2).mT if side == "left" else out.flatten(1, 2)
+
+    def _by_places(self, samples: Tensor | slice, left: Tensor) -> Tensor:
+        """sum_p patch_ip l_ip^T, [groups, samples, in/groups * kernel, m], without unfolding: a product for each place
+        of the kernel.
 
         The gradients are set into rows as long as those of the input's grid; then the patches' entries at one place of
         the kernel are one slice of the flat input, and a product of two views. A stride cuts the input into phases.
         """
-        if self._x.shape[3] < FEW_CHANNELS:
-            return self.take(samples).to(left.dtype).mT @ left
         x, n = self._x[samples], len(self._kernel)
         count, rows, groups, inputs = x.shape[:4]
         x = x.flatten(0, 2)  # [samples * rows * groups, in/groups, *size]
@@ -199,14 +253,7 @@ def _is_plain(module: _ConvNd, x: Tensor, output: Tensor) -> bool:
         return False
     if torch.is_autocast_enabled(x.device.type) or output._backward_hooks or output.retains_grad:
         return False
-    node = output.grad_fn
-    if node is None or node.name() != "ConvolutionBackward0":
-        return False
-    source = torch.autograd.graph.get_gradient_edge(x).node if x.requires_grad else None
-    tensors = (module.weight, module.bias)
-    wanted = [None if t is None or not t.requires_grad else t for t in tensors]
-    found = [getattr(edge, "variable", None) for edge, _ in node.next_functions[1:]]
-    return node.next_functions[0][0] is source and all(f is w for f, w in zip(found, wanted, strict=True))
+    return is_made_by("ConvolutionBackward0", output, x, (module.weight, module.bias))
 
 
 def _batched(x: Tensor, spatial: int) -> Tensor:

@@ -5,6 +5,8 @@ On the way from gradient to step: the rule between capture and factors, for scal
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ngplus.factors import Factors, Rows, wide
 from ngplus.layers.matrix import MatrixSpec
-from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, register_layer
+from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, is_made_by, register_layer
 
 
 class NormRule(LayerRule):
@@ -130,26 +132,48 @@ class BatchNormRule(_ChannelNormRule):
         (6, 2)
     """
 
-    def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
+    def kept(self, module: nn.Module, inputs: Inputs, output: Tensor) -> Inputs:
+        """The input, and its mean and 1 / standard deviation where torch keeps them for its own backward pass."""
         assert isinstance(module, _BatchNorm)
         (x,) = inputs
+        if x is None or not module.training or _saved_elsewhere():
+            return inputs
+        own = type(module).forward is _BatchNorm.forward and "forward" not in module.__dict__
+        if not own or not is_made_by("NativeBatchNormBackward0", output, x, (module.weight, module.bias)):
+            return inputs
+        node: Any = output.grad_fn
+        return x, node._saved_result1, node._saved_result2
+
+    def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
+        assert isinstance(module, _BatchNorm)
+        x, *known = inputs
         shift = grad.flatten(2).sum(-1) if grad.dim() > 2 else grad
         columns = []
         if active[0] and x is not None:
             x = x.to(grad.dtype)
             rows, grads = (x.flatten(2), grad.flatten(2)) if x.dim() > 2 else (x[..., None], grad[..., None])
-            if module.training or module.running_mean is None:
+            if known:
+                mean, scale = known
+            elif module.training or module.running_mean is None:
                 mean, var = _mean_and_variance(rows)
+                scale = (var + module.eps).rsqrt()
             else:
                 assert module.running_var is not None
-                mean, var = module.running_mean, module.running_var
+                mean, scale = module.running_mean, (module.running_var + module.eps).rsqrt()
+            assert mean is not None
+            assert scale is not None
             product = _inner_products(grads, rows)
-            columns.append((product - mean * shift) * (var + module.eps).rsqrt().to(grad.dtype))
+            columns.append((product - mean * shift) * scale.to(grad.dtype))
         if active[-1]:
             columns.append(shift)
         samples = 1 if batch.dim is None else batch.count(len(grad))
         values = torch.stack(columns, dim=-1).unflatten(0, (samples, -1)).sum(1)
         return Rows(values[None])
+
+
+def _saved_elsewhere() -> bool:
+    """Do saved tensors go through hooks, as with checkpoints? To ask for one would then run a part of the model."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _inner_products(x: Tensor, y: Tensor) -> Tensor:

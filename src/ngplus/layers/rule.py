@@ -8,7 +8,7 @@ On the way from gradient to step: between capture, which calls the rule of a lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -108,6 +108,10 @@ class LayerRule:
     def adapt(self, module: nn.Module, inputs: Inputs, output: Any, batch: Batch) -> Any:
         """May replace the module's output on a refresh step, to give it a batch dimension; as a rule it does not."""
         return output
+
+    def kept(self, module: nn.Module, inputs: Inputs, output: Tensor) -> Inputs:
+        """The inputs, and whatever of the module's own work ``factors`` need not do again."""
+        return inputs
 
     def with_shared_gradient(self, module: nn.Module, inputs: Inputs, output: Tensor, summed: Summed) -> Tensor:
         """May replace the output by one whose backward pass takes the weight's gradient from ``summed``, where a
@@ -215,6 +219,17 @@ def rule_for(module: nn.Module) -> LayerRule | None:
         if name in _RULES:
             return _RULES[name]
     return None
+
+
+def is_made_by(node: str, output: Tensor, x: Tensor, parameters: Sequence[Tensor | None]) -> bool:
+    """Was the output made by this function of torch's, of just this input and these parameters?"""
+    made = output.grad_fn
+    if made is None or made.name() != node:
+        return False
+    source = torch.autograd.graph.get_gradient_edge(x).node if x.requires_grad else None
+    wanted = [None if p is None or not p.requires_grad else p for p in parameters]
+    found = [getattr(edge, "variable", None) for edge, _ in made.next_functions[1:]]
+    return made.next_functions[0][0] is source and all(f is w for f, w in zip(found, wanted, strict=True))
 
 
 def no_mixed_precision(device: torch.device) -> torch.autocast:
