@@ -190,6 +190,19 @@ def spoiled(model: Model, optimizer: ngplus.NGPlus) -> None:
     assert optimizer.health().skipped
 
 
+def spoiled_in_one_place(model: Model, optimizer: ngplus.NGPlus) -> None:
+    """The same with one number of one parameter after the other, be it copied or looked at where it is."""
+    for name, bad in model.named_parameters():
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        assert bad.grad is not None
+        bad.grad.view(-1)[-1] = float("inf")
+        skipped = optimizer.health().skipped
+        with pytest.warns(ngplus.HealthWarning) if not skipped else _nothing():
+            optimizer.step()
+        assert optimizer.health().skipped == skipped + 1, name
+
+
 def without_a_gradient(model: Model, optimizer: ngplus.NGPlus) -> None:
     for p in model.parameters():
         p.grad = None if p is model.alike[2].weight else torch.ones_like(p)
@@ -228,6 +241,7 @@ class _nothing:
         loaded,
         copied,
         spoiled,
+        spoiled_in_one_place,
         without_a_gradient,
         no_learning,
     ],
@@ -238,7 +252,7 @@ def test_what_changes_between_two_steps_is_seen(change: Any, monkeypatch: pytest
         the_long_way(patch)
         wanted = trained(between=between(change))
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-    if change not in (loaded, copied, spoiled):  # which change nothing
+    if change not in (loaded, copied, spoiled, spoiled_in_one_place):  # which change nothing
         assert not torch.equal(found[-1], trained()[-1])
 
 

@@ -52,6 +52,7 @@ ROOMS = (
         (
             "bound",
             "captured",
+            "drifting",
             "gathering",
             "gradients",
             "groups",

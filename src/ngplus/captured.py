@@ -69,6 +69,7 @@ class CapturedOptimizer(BoundOptimizer):
 
     _initialising = False
     _skip: Tensor | None = None  # on an accelerator: is this step to change nothing?
+    _length: Tensor | None = None  # no direction of this step is longer, where that is known
 
     # ---------------------------------------------------------------------------------------------- of each method
 
@@ -128,12 +129,14 @@ class CapturedOptimizer(BoundOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._length = None
         directions = self._repeated()
         if directions is None:
             directions = self._directions()
         if directions is not None:
             for group in self.param_groups:
-                params, left_out = update_parameters(self._complete(group), directions, self.state, self._skip)
+                complete = self._complete(group)
+                params, left_out = update_parameters(complete, directions, self.state, self._skip, self._length)
                 self._ledger.note("steps", [self._names[p] for p in params], left_out)
             self._advance()
             self._remember(True)

@@ -21,7 +21,8 @@ from ngplus.bound import next_refresh
 from ngplus.calls import BatchDims
 from ngplus.captured import CapturedOptimizer, Direction, Task, Work, is_zero
 from ngplus.curvature import Fresh, Gathered, Group, Solved, State
-from ngplus.faults import Trouble, look, norms_of
+from ngplus.drifting import Drifting
+from ngplus.faults import Trouble, look
 from ngplus.gathering import Gathering, seed_of
 from ngplus.gradients import captured_scale
 from ngplus.matrices import ParameterMatrix, Use
@@ -30,8 +31,6 @@ from ngplus.solve import SMALL, Product
 from ngplus.steady import Share, Steady
 from ngplus.sync import Replicas, Team
 from ngplus.update import graft_length, with_length
-
-LONGEST = 16  # with drift, no layer waits longer than this many times T
 
 
 class Curvature(NamedTuple):
@@ -207,7 +206,7 @@ class NGPlus(CapturedOptimizer):
 
     def _bound(self, uses: list[Use]) -> None:
         self._held: dict[int, Fresh] = {}  # L of this step's refresh, for curvature() until the next step
-        self._drifts: dict[int, Tensor] = {}  # how far the curvature had moved at this step's refresh
+        self._drifting = Drifting()
         self._background = Background()
         self._troubles: dict[int, Trouble] = {}  # what the background's refreshes meet
         self._shares: list[Share] | None = None  # of the last step, where the next may be like it
@@ -256,7 +255,7 @@ class NGPlus(CapturedOptimizer):
                 continue
             fits = self._fits(matrix, group, state)
             if group["drift"] is not None and fits:
-                self._drifts[id(matrix)] = curvatures.drift(state, fresh, group)
+                self._drifting.note(matrix, curvatures.drift(state, fresh, group))
             if group["background"] is not False and fits:
                 trouble.later = True
                 job = partial(curvatures.solved, fresh, dict(group), seed_of(group), trouble)
@@ -359,32 +358,10 @@ class NGPlus(CapturedOptimizer):
         return group["step"] >= held["refresh_at"] or not self._fitted(matrix)
 
     def _advance(self) -> None:
-        self._schedule_refreshes()
+        if any(group["drift"] is not None for group in self.param_groups):
+            due = [m for m in self._matrices if self._group(m)["drift"] is not None and self._due(m)]
+            self._drifting.schedule([(m, self._group(m), self.state.get(m.params[0])) for m in due], self._teams)
         super()._advance()
-
-    def _schedule_refreshes(self) -> None:
-        """With ``drift``: a layer whose curvature moved less (or more) than that since its last refresh waits up to
-        twice as long (or half as long) for the next one; never less than T steps, never more than 16 T."""
-        if all(group["drift"] is None for group in self.param_groups):
-            return
-        due = [m for m in self._matrices if self._group(m)["drift"] is not None and self._due(m)]
-        moved = [m for m in due if id(m) in self._drifts]
-        values = torch.stack([self._drifts[id(m)] for m in moved]).tolist() if moved else []
-        by_matrix = dict(zip(map(id, moved), values, strict=True))
-        for team in self._teams:  # what only the owner knows
-            sharing.tell_all(team, [m for m in due if self._team(m) is team and team.is_away(m)], by_matrix)
-        for matrix in due:
-            group, state = self._group(matrix), self.state.get(matrix.params[0])
-            if not state:
-                continue
-            shortest = group["update_every"]
-            interval = state.get("refresh_interval", shortest)
-            if id(matrix) in by_matrix:
-                factor = min(2.0, max(0.5, group["drift"] / max(by_matrix[id(matrix)], 1e-12)))
-                interval = round(interval * factor)
-            interval = min(max(interval, shortest), LONGEST * shortest)
-            state.update(refresh_interval=interval, refresh_at=group["step"] + interval)
-        self._drifts.clear()
 
     def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
         keys = ("basis",) if group["scaling"] == "adaptive" else ("inverse", "factor")
@@ -433,12 +410,13 @@ class NGPlus(CapturedOptimizer):
             return None
         for group in self.param_groups:
             self._check(group)
-        if not look(norms_of([p.grad for p in steady.params if p.grad is not None]).sum().isfinite()):
+        if not look(steady.take_gradients()):
             return None
         self._held.clear()
         self._skip, self._initialising = None, False
         self._ledger.steps += 1
         directions = steady.directions()
+        self._length = steady.length(directions)
         self._steady = steady
         return directions
 

@@ -23,7 +23,7 @@ from ngplus.adaptive import Steps
 from ngplus.alike import Bundle
 from ngplus.captured import Work, by_parameter
 from ngplus.curvature import Group, State
-from ngplus.faults import SEEN
+from ngplus.faults import SEEN, norms_of
 from ngplus.gradients import gradient_parts
 from ngplus.solve import Product
 
@@ -74,6 +74,9 @@ class Steady:
         self._inputs = [view for slot in own for view in slot.inputs]
         self._targets = [stack for slot in own for stack in slot.targets]
         self._small = [p for slot in own for p in slot.params]
+        copied = set(self._small)
+        self._large = [p for p in self.params if p not in copied]
+        self._gradients, self._steps_memory = [slot.gradients for slot in own], [slot.steps for slot in own]
         self._views = dict(zip(self._small, [view for slot in own for view in slot.outputs], strict=True))
         bundles = [bundle for share in shares for bundle in share.steps.bundles]
         self._kept: list[tuple[State, str, Tensor, bool]] = [
@@ -126,10 +129,20 @@ class Steady:
         """After a step: is no refresh due in the next one?"""
         return all(step < until for step, until in zip(self._step, self._until, strict=True))
 
-    def directions(self) -> dict[nn.Parameter, Tensor | Product]:
-        """Of all parameters. What is given back is good until the next step."""
+    def take_gradients(self) -> Tensor:
+        """Copies those of small matrices; one flag: are all finite?"""
         if self._inputs:
             torch._foreach_copy_(self._inputs, [p.grad for p in self._small])  # type: ignore[misc]
+        large = [p.grad for p in self._large if p.grad is not None]
+        return norms_of([*self._gradients, *large]).sum().isfinite()
+
+    def length(self, directions: Mapping[nn.Parameter, Tensor | Product]) -> Tensor:
+        """A bound on the length of each of them: the sum of those of what they lie in."""
+        large = [directions[p] for p in self._large]
+        return norms_of([*self._steps_memory, *(d for d in large if isinstance(d, Tensor))]).sum()
+
+    def directions(self) -> dict[nn.Parameter, Tensor | Product]:
+        """Of all parameters, after ``take_gradients``. What is given back is good until the next step."""
         directions: dict[nn.Parameter, Tensor | Product] = {**self._views}
         small: list[Tensor] = []
         for share, slots in zip(self._shares, self._slots, strict=True):
@@ -161,13 +174,13 @@ class Steady:
 
 
 class _Slot:
-    """The memory of a bundle of small matrices: of their gradients, ``stacks``, and of their steps, ``targets``.
-    ``inputs`` and ``outputs`` are the same as tensors of the parameters' shapes."""
+    """The memory of a bundle of small matrices: of their gradients, and of their steps. ``stacks`` and ``targets`` are
+    the same in stacks, ``inputs`` and ``outputs`` as tensors of the parameters' shapes."""
 
     def __init__(self, bundle: Bundle, works: Sequence[Work]) -> None:
         self.params = [p for work in works for p in work.matrix.active_params]
-        self.inputs, self.stacks = _memory(bundle, works)
-        self.outputs, self.targets = _memory(bundle, works)
+        self.gradients, self.inputs, self.stacks = _memory(bundle, works)
+        self.steps, self.outputs, self.targets = _memory(bundle, works)
 
     @classmethod
     def of(cls, bundle: Bundle, works: Sequence[Work]) -> _Slot | None:
@@ -184,14 +197,14 @@ def _with_gradient(work: Work) -> Work:
     return Work(work.matrix, work.group, work.state, gradient_parts(work.matrix, work.group)[0])
 
 
-def _memory(bundle: Bundle, works: Sequence[Work]) -> tuple[list[Tensor], list[Tensor]]:
-    """Memory for the matrices of a bundle: as tensors of the parameters' shapes, and in stacks."""
+def _memory(bundle: Bundle, works: Sequence[Work]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Memory for the matrices of a bundle: as it is, as tensors of the parameters' shapes, and in stacks."""
     matrix, group = works[0].matrix, works[0].group
     layout = matrix.layout
     buffer = bundle.stacks[0].new_zeros(len(works) * layout.groups, layout.rows, layout.cols)
     each = zip(works, buffer.split(layout.groups), strict=True)
     views = [view for work, own in each for view in work.matrix.layout.split(own)]
-    return views, matrix.cut_of(group).split(buffer if matrix.side(group["side"]) == "left" else buffer.mT)
+    return buffer, views, matrix.cut_of(group).split(buffer if matrix.side(group["side"]) == "left" else buffer.mT)
 
 
 def _form(param: nn.Parameter, grad: Tensor) -> tuple[Any, ...]:

@@ -28,13 +28,14 @@ def update_parameters(
     directions: Mapping[nn.Parameter, Tensor | Product],
     states: MutableMapping[Tensor, State],
     skip: Tensor | None = None,
+    length: Tensor | None = None,
 ) -> tuple[list[nn.Parameter], Tensor]:
     """Momentum and weight decay of torch.optim.SGD on the directions, then W <- W - lr * direction.
 
     Rows of a sparse gradient come and go: they get no momentum, and weight decay refuses them, as SGD does.
 
     A step that would leave its parameter not finite is left out, and its momentum begins anew: the parameters are
-    returned with a flag for each, [n]. Where ``skip`` is set, no parameter changes.
+    returned with a flag for each, [n]. Where ``skip`` is set, no parameter changes. ``length``: no direction is longer.
     """
     lr = group["lr"]
     if isinstance(lr, Tensor):
@@ -46,7 +47,7 @@ def update_parameters(
         return params, torch.zeros(0, dtype=torch.bool)
     steps = _steps(group, params, [directions[param] for param in params], states)
     parts = [local(param) for param in params]
-    bad = _too_long(parts, steps, lr)
+    bad = _too_long(parts, steps, lr, length if group["weight_decay"] == 0 else None)
     _subtract(parts, steps, lr, bad if skip is None else bad | skip)
     seen = look(bad)
     if seen is None or any(seen):
@@ -98,12 +99,15 @@ def _steps(
     return steps
 
 
-def _too_long(params: Sequence[Tensor], steps: list[Tensor], lr: float | Tensor) -> Tensor:
+def _too_long(params: Sequence[Tensor], steps: list[Tensor], lr: float | Tensor, length: Tensor | None) -> Tensor:
     """Flags, [n], of the steps that are not finite, or so long that they could leave a parameter not finite."""
+    coarse = any(param.dtype == torch.float16 for param in params)  # whose range ends at 65504
+    if length is not None and not coarse and look(length * lr < LONGEST_STEP):
+        return torch.zeros(len(steps), dtype=torch.bool)
     norms = norms_of(steps)
     bad = ~(norms * lr < LONGEST_STEP)  # what is not a number is below nothing
     for i, (param, step) in enumerate(zip(params, steps, strict=True)):
-        if param.dtype == torch.float16:  # whose range ends at 65504
+        if param.dtype == torch.float16:
             bad[i] |= ~((param.float() - lr * step.float()).to(param.dtype).isfinite().all())
     return bad
 
