@@ -55,18 +55,19 @@ def test_outer_products(case: str, rows: int, side: str, ones: bool) -> None:
     torch.testing.assert_close(made.outer(slice(1, 3), left, side, ones), by_hand)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["", "bfloat16"])
 @pytest.mark.parametrize("ones", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("flip", [False, True], ids=["", "flipped"])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("case", list(CASES))
 def test_outer_products_by_a_convolution_for_each_sample(
-    case: str, rows: int, flip: bool, side: str, ones: bool, monkeypatch: pytest.MonkeyPatch
+    case: str, rows: int, flip: bool, side: str, ones: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape, kernel, stride, dilation, groups = CASES[case]
     monkeypatch.setattr("ngplus.layers.conv.ONE_BY_ONE", {"many channels": 0, "few channels": 0})
     torch.manual_seed(0)
-    made = Patches(torch.randn(3 * rows, *shape), kernel, stride, dilation, groups, 3, flip)
+    made = Patches(torch.randn(3 * rows, *shape).to(dtype), kernel, stride, dilation, groups, 3, flip)
     taken = _calls_of(monkeypatch, made)
     for chosen in (slice(1, 3), torch.tensor([2, 0])):
         unfolded = made.take(chosen)

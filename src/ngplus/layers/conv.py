@@ -124,7 +124,9 @@ class Patches:
 
     def _each_by_torch(self, m: int, dtype: torch.dtype = torch.float32) -> bool:
         """Is torch's own weight gradient of one sample after the other the fastest? Where a sample is work enough."""
-        if self._x.device.type != "cpu" or dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+        if self._x.device.type != "cpu" or torch.float64 in (dtype, self._x.dtype):
+            return False
+        if not torch.backends.mkldnn.is_available():
             return False
         groups, _, positions, cols = self.shape
         least = ONE_BY_ONE["few channels" if self._x.shape[3] < FEW_CHANNELS else "many channels"]
@@ -144,7 +146,8 @@ class Patches:
         none = (0,) * n
         geometry = (self._stride, none, self._dilation, False, none, groups)
         for i in range(count):
-            own = torch.ops.aten.convolution_backward(g[i], x[i], weight, None, *geometry, (False, True, False))[1]
+            image = x[i].to(left.dtype)
+            own = torch.ops.aten.convolution_backward(g[i], image, weight, None, *geometry, (False, True, False))[1]
             own = own.flip(tuple(range(2, 2 + n))) if self._flip else own
             each[:, i, :, :cols] = own.reshape(groups, m, cols)
         if ones:

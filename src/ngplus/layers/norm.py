@@ -139,6 +139,7 @@ class BatchNormRule(_ChannelNormRule):
         if x is None or not module.training or _saved_elsewhere():
             return inputs
         own = type(module).forward is _BatchNorm.forward and "forward" not in module.__dict__
+        own = own and type(self).factors is BatchNormRule.factors  # a rule of one's own may expect the input alone
         if not own or not is_made_by("NativeBatchNormBackward0", output, x, (module.weight, module.bias)):
             return inputs
         node: Any = output.grad_fn
@@ -163,7 +164,7 @@ class BatchNormRule(_ChannelNormRule):
             assert mean is not None
             assert scale is not None
             product = _inner_products(grads, rows)
-            columns.append((product - mean * shift) * scale.to(grad.dtype))
+            columns.append(((product - mean * shift) * scale).to(grad.dtype))  # the statistics of 16 bits have 32
         if active[-1]:
             columns.append(shift)
         samples = 1 if batch.dim is None else batch.count(len(grad))
