@@ -195,6 +195,7 @@ def test_a_profile_counts_each_moment_once() -> None:
         _event("bench:backward", "user_annotation", 100, 100),
         _event("ngplus/gathering.py(90): _gather", "python_function", 120, 60),
         _event("aten::bmm", "cpu_op", 130, 20),
+        _event("ngplus/layers/conv.py(9): backward", "python_function", 182, 6),  # the layer's own pass
         # An annotation that begins inside of a function and outlives it.
         _event("torch/profiler.py(1): __enter__", "python_function", 190, 20),
         _event("bench:step", "user_annotation", 200, 100),

@@ -158,6 +158,8 @@ class Place(NamedTuple):
         if "ngplus/" in path.replace("\\", "/") and "ngplus/lab/" not in path:
             captures = {"forward": "capture in forward", "backward": "capture products"}
             part = FRAME.get(function, part) if self.phase == "step" else captures.get(str(self.phase))
+            if function == self.phase == "backward":  # of a layer, for which the capture has made a part of it
+                part = "backward"
         # A built-in is called from the function that matters; its name has an address in it.
         return Place(self.phase, part, f"Python {function}" if colon else self.operation)
 
