@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+
+def pytest_configure() -> None:
+    """The workers of pytest-xdist share the cores: threads of one that wait for those of another cost more than tests.
+
+    Processes that a test starts take over the same number.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        threads = max(1, (os.cpu_count() or 1) // workers)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture
