@@ -220,8 +220,10 @@ def _weights(like: Tensor) -> Pair:
 
 
 def _means(squares: Tensor, along: Tensor, down: Tensor) -> Pair:
-    """Over each row and over each column, as products: a third of the time of torch's own for tables of few columns."""
-    return torch.bmm(squares, along), torch.bmm(down, squares)
+    """Over each row and over each column, as products: a third of the time of torch's own for tables of few columns. A
+    stack times columns takes torch four to fifteen times as long as rows times the turned stack."""
+    rows = torch.bmm(squares, along) if len(squares) == 1 else torch.bmm(along.mT, squares.mT).mT
+    return rows, torch.bmm(down, squares)
 
 
 def _roots(pairs: Sequence[Pair]) -> Sequence[Tensor]:
