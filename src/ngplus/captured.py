@@ -62,6 +62,8 @@ Task = tuple[Work, Gathered | None, Trouble]  # a refresh: what was gathered for
 # Of a matrix, or of each of its parameters as a product; like a gradient, with the rows that it touches.
 Direction = tuple[Tensor | list[Product], Tensor | None]
 
+Directions = dict[nn.Parameter, Tensor | Product]  # of all parameters of a step
+
 
 class CapturedOptimizer(BoundOptimizer):
     """The frame. A method gives ``_fits``, ``_refresh`` or ``_refresh_all``, and ``_direction`` or ``_precondition``;
@@ -69,7 +71,6 @@ class CapturedOptimizer(BoundOptimizer):
 
     _initialising = False
     _skip: Tensor | None = None  # on an accelerator: is this step to change nothing?
-    _length: Tensor | None = None  # no direction of this step is longer, where that is known
 
     # ---------------------------------------------------------------------------------------------- of each method
 
@@ -108,8 +109,9 @@ class CapturedOptimizer(BoundOptimizer):
     def _initialised(self, group: Group, state: State) -> None:
         """After a step that only initialises the state."""
 
-    def _repeated(self) -> dict[nn.Parameter, Tensor | Product] | None:
-        """The directions where this step is like the last one, by what ``_remember`` has kept; None where it is not."""
+    def _repeated(self) -> tuple[Directions, Tensor] | None:
+        """Where this step is like the last one, by what ``_remember`` has kept: the directions, and a length that none
+        of them exceeds. None where it is not."""
         return None
 
     def _remember(self, again: bool) -> None:
@@ -129,14 +131,12 @@ class CapturedOptimizer(BoundOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._length = None
-        directions = self._repeated()
-        if directions is None:
-            directions = self._directions()
+        repeated = self._repeated()
+        directions, length = (self._directions(), None) if repeated is None else repeated
         if directions is not None:
             for group in self.param_groups:
                 complete = self._complete(group)
-                params, left_out = update_parameters(complete, directions, self.state, self._skip, self._length)
+                params, left_out = update_parameters(complete, directions, self.state, self._skip, length)
                 self._ledger.note("steps", [self._names[p] for p in params], left_out)
             self._advance()
             self._remember(True)
@@ -163,7 +163,7 @@ class CapturedOptimizer(BoundOptimizer):
             self._remember(False)
         self._ledger.tell()
 
-    def _directions(self) -> dict[nn.Parameter, Tensor | Product] | None:
+    def _directions(self) -> Directions | None:
         """The direction of every parameter that has a gradient; None where the step is to be skipped."""
         for group in self.param_groups:  # they may have been changed since the last step
             self._check(group)
@@ -202,7 +202,7 @@ class CapturedOptimizer(BoundOptimizer):
             self._take_up(together, gathering, uncovered)
         if due:
             self._ledger.fetch()
-        directions: dict[nn.Parameter, Tensor | Product] = {}
+        directions: Directions = {}
         for work, direction in zip(works, self._precondition(works), strict=True):
             directions.update(by_parameter(work, *self._fit_to_share(work, *direction)))
             if self._initialising:

@@ -19,7 +19,7 @@ from ngplus import curvature as curvatures
 from ngplus.background import Background
 from ngplus.bound import next_refresh
 from ngplus.calls import BatchDims
-from ngplus.captured import CapturedOptimizer, Direction, Task, Work, is_zero
+from ngplus.captured import CapturedOptimizer, Direction, Directions, Task, Work, is_zero
 from ngplus.curvature import Fresh, Gathered, Group, Solved, State
 from ngplus.drifting import Drifting
 from ngplus.faults import Trouble, look
@@ -401,7 +401,7 @@ class NGPlus(CapturedOptimizer):
         )
         return [(directions[i], work.rows) for i, work in enumerate(works)]
 
-    def _repeated(self) -> dict[nn.Parameter, Tensor | Product] | None:
+    def _repeated(self) -> tuple[Directions, Tensor] | None:
         steady, self._steady = self._steady, None
         self._find_replicas()
         if steady is None or self._teams or torch.compiler.is_compiling() or not steady.holds(self.state):
@@ -416,9 +416,8 @@ class NGPlus(CapturedOptimizer):
         self._skip, self._initialising = None, False
         self._ledger.steps += 1
         directions = steady.directions()
-        self._length = steady.length(directions)
         self._steady = steady
-        return directions
+        return directions, steady.length(directions)
 
     def _remember(self, again: bool) -> None:
         shares, self._shares = self._shares, None

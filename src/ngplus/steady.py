@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from ngplus.adaptive import Steps
 from ngplus.alike import Bundle
-from ngplus.captured import Work, by_parameter
+from ngplus.captured import Directions, Work, by_parameter
 from ngplus.curvature import Group, State
 from ngplus.faults import SEEN, norms_of
 from ngplus.gradients import gradient_parts
-from ngplus.solve import Product
 
 SMALL = 2**16  # numbers of a matrix that is alone: with more, a copy costs more than the calls that it saves
 VARYING = ("lr", "weight_decay", "momentum", "beta2", "step")  # options that are read anew in every step
@@ -136,14 +135,14 @@ class Steady:
         large = [p.grad for p in self._large if p.grad is not None]
         return norms_of([*self._gradients, *large]).sum().isfinite()
 
-    def length(self, directions: Mapping[nn.Parameter, Tensor | Product]) -> Tensor:
+    def length(self, directions: Directions) -> Tensor:
         """A bound on the length of each of them: the sum of those of what they lie in."""
         large = [directions[p] for p in self._large]
         return norms_of([*self._steps_memory, *(d for d in large if isinstance(d, Tensor))]).sum()
 
-    def directions(self) -> dict[nn.Parameter, Tensor | Product]:
+    def directions(self) -> Directions:
         """Of all parameters, after ``take_gradients``. What is given back is good until the next step."""
-        directions: dict[nn.Parameter, Tensor | Product] = {**self._views}
+        directions: Directions = {**self._views}
         small: list[Tensor] = []
         for share, slots in zip(self._shares, self._slots, strict=True):
             gradients: list[Tensor] = []
