@@ -286,3 +286,41 @@ def test_preconditioner_takes_the_momentum_that_shapes_the_direction() -> None:
         ngplus.Preconditioner(net(), graft="sgd", momentum=0.9)
     with pytest.raises(TypeError, match="nesterov"):
         ngplus.Preconditioner(net(), graft="adam", momentum=0.9, nesterov=True)
+
+
+def test_a_refresh_that_captured_nothing_is_told() -> None:
+    """The model was left in eval(): the curvature in use is the mini-batch's, until a refresh has samples again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
+    optimizer = ngplus.NGPlus(model, update_every=1)
+    x, y = torch.randn(6, 3), torch.randn(6, 2)
+    with pytest.warns(UserWarning, match="no gradient was captured"):
+        one_step(model, optimizer, x, y)
+    assert [row.source for row in optimizer.plan()] == ["batch", "batch"]
+    assert all("train()" in row.note for row in optimizer.plan())
+    assert "mini-batch" in str(optimizer.plan())
+    optimizer.zero_grad()
+    one_step(model.train(), optimizer, x, y)
+    assert [(row.source, row.note) for row in optimizer.plan()] == [("sample", ""), ("sample", "")]
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 1, 1), (1, 1, 5), (1, 5), ()])
+def test_a_bare_parameter_with_one_dimension_is_a_vector(shape: tuple[int, ...]) -> None:
+    """As of LayerScale or a class token: plain Adam, whatever ones its shape has."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.shift = nn.Linear(3, 5), nn.Parameter(torch.zeros(shape))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + (self.shift.flatten() if shape else self.shift)
+
+    torch.manual_seed(0)
+    model = Shifted()
+    optimizer = ngplus.NGPlus(model, lr=0.1, nesterov=False)
+    one_step(model, optimizer, torch.randn(6, 3), torch.randn(6, 5))
+    row = optimizer.plan()["shift"]
+    assert (row.side, row.source, row.note) == ("none", "none", "no layer rule covers it")
+    assert model.shift.shape == torch.Size(shape)
+    torch.testing.assert_close(model.shift.detach().abs(), torch.full(shape, 0.1), rtol=1e-4, atol=0)  # Adam's first

@@ -20,7 +20,7 @@ from ngplus import layout, options
 from ngplus.calls import BatchDims
 from ngplus.curvature import Gathered, Group, State
 from ngplus.gathering import Gathering
-from ngplus.groups import check_parameters, inside, labels, with_names
+from ngplus.groups import check_model, check_parameters, inside, labels, with_names
 from ngplus.health import Ledger
 from ngplus.matrices import ParameterMatrix, Use, collect, named
 from ngplus.notices import no_such_name
@@ -79,6 +79,8 @@ class BoundOptimizer(Optimizer):
             params = list(inside(model).named_parameters())
             if not params:
                 raise ValueError(f"The model {type(model).__name__} has no parameters: there is nothing to train")
+        if model is not None:
+            check_model(model)
         self._ranks = Ranks.of(model, process_group)
         # A compiled model's hooks would be compiled with it: watch the model inside, and run refresh steps eagerly.
         self._model = None if model is None else inside(model)

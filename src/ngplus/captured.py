@@ -276,6 +276,7 @@ class CapturedOptimizer(BoundOptimizer):
         for work in works:
             matrix = work.matrix
             gathered = gathering.take(matrix)
+            matrix.missed = gathered is None and self._captures(work.group) and not self._initialising
             if self._captures(work.group) and (matrix.source == "batch" or gathered is None):
                 uncovered.append(matrix)
                 gathered = None
@@ -320,10 +321,7 @@ class CapturedOptimizer(BoundOptimizer):
         if self._warned or self._initialising or not uncovered:
             return
         self._warned = True
-        shown = [
-            f"{', '.join(m.names)} ({m.reason or 'no gradient was captured: see train() and the graph of the loss'})"
-            for m in uncovered[:20]
-        ]
+        shown = [f"{', '.join(m.names)} ({m.note})" for m in uncovered[:20]]
         more = f" and {len(uncovered) - 20} more" if len(uncovered) > 20 else ""
         warn(
             f"No per-sample curvature for {'; '.join(shown)}{more}. "

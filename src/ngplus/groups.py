@@ -5,6 +5,7 @@ On the way from gradient to step: before the first step, and where a parameter g
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,16 @@ def inside(model: nn.Module) -> nn.Module:
         if wraps and isinstance(inner, nn.Module):
             return inside(inner)
     return model
+
+
+def check_model(model: nn.Module) -> None:
+    """ValueError for a model whose parameters are no tensors of their own shapes."""
+    wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if wrapper is not None and any(isinstance(module, wrapper) for module in model.modules()):
+        raise ValueError(
+            "FullyShardedDataParallel (FSDP1) makes one flat vector of many parameters, and NG+ needs their matrices: "
+            "shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
 
 
 def labels(group: int, count: int) -> list[str]:
@@ -52,6 +63,8 @@ def check_parameters(group: Mapping[str, Any]) -> None:
         twice = next(i for i, p in enumerate(params) if any(p is q for q in params[:i]))
         raise ValueError(f"A parameter is given twice in one parameter group: {names[twice]}. Leave one of them out")
     for name, param in zip(names, params, strict=True):
+        if getattr(param, "_is_flat_param", False):
+            raise ValueError(f"Parameter {name} is a flat one of FSDP1; NG+ needs matrices: shard with fully_shard")
         if param.is_complex():
             raise ValueError(f"Parameter {name} is complex; only real ones are taken: keep torch.view_as_real of it")
         if not param.is_floating_point():

@@ -18,6 +18,7 @@ from torch import nn
 
 from ngplus.blocks import BothSides, Cut, NoSides, even_size
 from ngplus.layers import LayerRule, Layout, MatrixSpec, UnknownModuleRule, rule_for
+from ngplus.layers.matrix import kind_of
 
 # What side="auto" curves, beside the smaller side: eigenbases of long sides would cost more than they bring.
 WHOLE = 640  # rows of a side that has one basis; a longer one falls into blocks, each with a basis of its own
@@ -43,6 +44,7 @@ class ParameterMatrix:
         self.seen: tuple[int, int] | None = None  # samples and positions of the last refresh
         self.form: str | None = None  # and the form of product that it took
         self.reason = ""  # why the source is the mini-batch
+        self.missed = False  # the last refresh had nothing captured, and took the mini-batch in its place
         self.sparse = False  # its gradients may be sparse
         # Of sharded parameters (ngplus.sharding):
         self.managed = False  # by FSDP2: in the graph other tensors stand for them
@@ -73,6 +75,17 @@ class ParameterMatrix:
         precise = all(param.dtype == self.dtype for param in self.active_params)
         self.straight = precise and "turned" not in self.layout.kinds and "rows" in self.layout.kinds
         return True
+
+    @property
+    def refreshed_from(self) -> str:
+        """Where the curvature in use has come from, or will."""
+        return "batch" if self.missed else self.source
+
+    @property
+    def note(self) -> str:
+        """Why that is the mini-batch."""
+        missed = "no gradient was captured: see train() and the graph of the loss"
+        return self.reason or (missed if self.missed else "")
 
     def fall_back(self, reason: str) -> None:
         """Leaves per-sample curvature for that of the mini-batch gradient."""
@@ -147,7 +160,7 @@ class Use:
 
 def lone_matrix(name: str, param: nn.Parameter) -> ParameterMatrix:
     """A parameter of which nothing is known but its shape."""
-    return ParameterMatrix([name], [param], ["rows" if param.dim() > 1 else "column"])
+    return ParameterMatrix([name], [param], [kind_of(param.shape)])
 
 
 def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tuple[list[ParameterMatrix], list[Use]]:

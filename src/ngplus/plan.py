@@ -169,11 +169,8 @@ class Plan(Sequence[PlanRow]):
 
     def _across_ranks(self) -> list[tuple[str, str, str]]:
         """The columns of a plan with several ranks."""
-        lines = [
-            (_amount(row.inverse_bytes, "B", 1024), _amount(row.step_bytes, "B", 1024), str(row.owner))
-            for row in self.rows
-        ]
-        last = (_amount(self.inverse_bytes, "B", 1024), _amount(self.step_bytes, "B", 1024), "")
+        lines = [(_amount(row.inverse_bytes, "B"), _amount(row.step_bytes, "B"), str(row.owner)) for row in self.rows]
+        last = (_amount(self.inverse_bytes, "B"), _amount(self.step_bytes, "B"), "")
         return [("inverse sent", "each step", "owner"), *lines, last]
 
     def __str__(self) -> str:
@@ -199,19 +196,19 @@ class Plan(Sequence[PlanRow]):
                 row.solver,
                 str(row.blocks),
                 row.form,
-                _amount(row.state_bytes, "B", 1024),
+                _amount(row.state_bytes, "B"),
                 _amount(row.step_flops, "FLOP"),
                 _amount(row.refresh_flops, "FLOP"),
-                _amount(row.wire_bytes, "B", 1024),
+                _amount(row.wire_bytes, "B"),
             )
             for row in self.rows
         ]
         total = ("total", "", "", "", "", str(sum(row.blocks for row in self.rows)), "")
         amounts = (
-            _amount(self.state_bytes, "B", 1024),
+            _amount(self.state_bytes, "B"),
             _amount(self.step_flops, "FLOP"),
             _amount(self.refresh_flops, "FLOP"),
-            _amount(self.wire_bytes, "B", 1024),
+            _amount(self.wire_bytes, "B"),
         )
         table: list[tuple[str, ...]] = [head, *lines, total + amounts]
         if any(row.owner is not None for row in self.rows):
@@ -262,7 +259,7 @@ def _row(
     other = cols if side == "left" else rows
     cut = matrix.cut_of(group)
     sides = [(own, other if curved == side else cut.d) for curved, own in cut.sides(side)]
-    source = "batch" if group["curvature"] == "batch" else matrix.source
+    source = "batch" if group["curvature"] == "batch" else matrix.refreshed_from
     samples, kappa = matrix.seen or (batch_size or 0, positions)
     width = 8 if matrix.params[0].element_size() == 8 else 4
     rank = samples * min(kappa, other)
@@ -334,7 +331,7 @@ def _row(
         state_bytes=state_bytes(state) or elements * width,
         step_flops=step,
         refresh_flops=refresh,
-        note=matrix.reason,
+        note=matrix.note,
         wire_bytes=0 if source == "batch" else wire.average * width,
         inverse_bytes=0 if source == "batch" else wire.inverse * width,
         step_bytes=wire.step * width,
@@ -356,9 +353,9 @@ def _sketch_rows(group: dict[str, Any], cut: Cut, rank: int) -> int:
     return min(cut.size, 2 * rank) if spec is None else spec.size
 
 
-def _amount(number: float, unit: str, base: int = 1000) -> str:
+def _amount(number: float, unit: str) -> str:
     for prefix in ("", "k", "M", "G"):
-        if number < base:
+        if number < 1000:
             return f"{number:.0f} {prefix}{unit}" if prefix == "" else f"{number:.1f} {prefix}{unit}"
-        number /= base
+        number /= 1000
     return f"{number:.1f} T{unit}"

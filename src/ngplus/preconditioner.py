@@ -19,10 +19,13 @@ from ngplus.plan import Plan
 class Preconditioner:
     """Replaces each ``.grad`` by its NG+ direction (lambda I + L)^-1 G; the step is left to another optimizer.
 
+    That optimizer should take the direction as it is, as SGD does. Adam would scale each number again, and undo what
+    was gained: no trial in front of it was better than Adam alone. A GradScaler is not known here: use none.
+
     Examples:
         >>> model = nn.Linear(4, 2)
-        >>> preconditioner = ngplus.Preconditioner(model, damping=0.1)
-        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> preconditioner = ngplus.Preconditioner(model, scaling="adaptive", momentum=0.9)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         >>> model(torch.randn(8, 4)).square().mean().backward()
         >>> preconditioner.step()
         >>> optimizer.step()

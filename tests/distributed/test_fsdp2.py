@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import ngplus
 from distributed import setting
@@ -244,3 +244,22 @@ def test_a_group_that_is_added_later(ranks: Callable[[int], Pool]) -> None:
     found = ranks(2).run(with_a_later_group, True)
     setting.assert_same_everywhere(found)
     setting.assert_close(found[0], with_a_later_group(0, 1, False))
+
+
+def with_fsdp1(rank: int, world: int, whole: bool) -> list[str]:
+    """What is said where FSDP1's wrapper is given: the model, or its flat parameters alone."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    flat = FullyShardedDataParallel(net, device_id=torch.device("cpu"))
+    try:
+        ngplus.NGPlus(flat if whole else flat.parameters(), curvature="batch")
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_fsdp1_is_refused(ranks: Callable[[int], Pool], whole: bool) -> None:
+    """Its flat vectors are no matrices: they would be trained by plain Adam, and nothing would say so."""
+    for said in ranks(2).run(with_fsdp1, whole):
+        assert len(said) == 1
+        assert "fully_shard" in said[0]

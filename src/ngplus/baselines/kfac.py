@@ -259,7 +259,7 @@ class KFAC(Rival):
             parameters=tuple(matrix.names),
             shape=(m, n),
             groups=groups,
-            source=matrix.source,
+            source=matrix.refreshed_from,
             side="both" if kronecker else matrix.side("smaller"),
             solver="kronecker" if kronecker else "dense",
             blocks=groups,
@@ -267,5 +267,5 @@ class KFAC(Rival):
             state_bytes=state_bytes(state) or elements * (torch.finfo(matrix.dtype).bits // 8),
             step_flops=2 * groups * m * n * sum(sizes),
             refresh_flops=groups * sum(d**3 + 2 * samples * used * d * d for d in sizes),
-            note=matrix.reason,
+            note=matrix.note,
         )

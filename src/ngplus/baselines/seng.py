@@ -200,7 +200,7 @@ class SENG(Rival):
             parameters=tuple(matrix.names),
             shape=(m, n),
             groups=groups,
-            source=matrix.source,
+            source=matrix.refreshed_from,
             side="vec",
             solver="woodbury" if group["sketch"] is None else "sketched",
             blocks=1,
@@ -208,7 +208,7 @@ class SENG(Rival):
             state_bytes=state_bytes(state) or (groups * size * per_sample + size * size) * bytes_each,
             step_flops=4 * groups * size * m * n * (positions if factored else 1) + 2 * size * size,
             refresh_flops=2 * size * size * groups * min(m * n, positions**2 * (m + n)) + size**3,
-            note=matrix.reason,
+            note=matrix.note,
         )
 
 

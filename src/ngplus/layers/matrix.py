@@ -41,6 +41,12 @@ class MatrixSpec:
     groups: int = 1
 
 
+def kind_of(shape: Sequence[int]) -> str:
+    """How a parameter lies of which only the shape is known. With one dimension that is not 1, as of LayerScale's
+    [C, 1, 1], it is a vector."""
+    return "rows" if sum(size != 1 for size in shape) > 1 else "column"
+
+
 class Layout:
     """Takes the tensors of a matrix's parameters, or of their gradients, to [groups, m, n] and back.
 

@@ -18,7 +18,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
 from ngplus.factors import Factors, Rows
-from ngplus.layers.matrix import Layout, MatrixSpec
+from ngplus.layers.matrix import Layout, MatrixSpec, kind_of
 from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, NotPerSample, Watcher
 
 
@@ -47,7 +47,7 @@ class UnknownModuleRule(LayerRule):
             taken |= {name, partner}
         for name, shape in shapes.items():
             if name not in taken:
-                specs.append(MatrixSpec((name,), ("rows" if len(shape) > 1 else "column",)))
+                specs.append(MatrixSpec((name,), (kind_of(shape),)))
         return specs
 
     def watch(self, module: nn.Module, watcher: Watcher) -> list[Any]:

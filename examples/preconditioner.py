@@ -1,6 +1,9 @@
-"""NG+'s curvature in front of another optimizer: AdamW takes the natural gradient.
+"""NG+'s direction in front of another optimizer, which makes the step: here torch's SGD.
 
-python examples/preconditioner_adamw.py
+For code that must keep its optimizer. Choose one that takes the direction as it is, as SGD
+does: Adam would scale each number again.
+
+python examples/preconditioner.py
 """
 
 from __future__ import annotations
@@ -17,15 +20,15 @@ digits = load_digits()
 x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
 
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-preconditioner = ngplus.Preconditioner(model, damping=0.1, update_every=5)
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+preconditioner = ngplus.Preconditioner(model, scaling="adaptive", momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
 for step in range(120):
     batch = torch.randint(1400, (128,))
     optimizer.zero_grad()
     loss = F.cross_entropy(model(x[batch]), y[batch])
     loss.backward()
-    preconditioner.step()  # each .grad becomes (lambda I + L)^-1 G or G (lambda I + R)^-1
+    preconditioner.step()  # each .grad becomes its direction
     optimizer.step()
     if step % 30 == 29:
         with torch.no_grad():
