@@ -267,6 +267,10 @@ def _moments(state: State, stacks: list[Tensor], group: Group) -> tuple[list[Ten
     factored = is_factored(group, *stacks[0].shape[-2:])
     keys = ("exp_avg", *(SECOND[1:] if factored else SECOND[:1]))
     held = [read(state, key) for key in keys]
+    if held[0] is not None and held[0][0].dtype != stacks[0].dtype:  # the model was cast
+        for key, moments in zip(keys, held, strict=True):
+            write(state, key, [moment.to(stacks[0].dtype) for moment in moments or ()])
+        held = [read(state, key) for key in keys]
     fits = None not in held and _same_shapes(held[0], stacks)
     if fits and factored:
         fits = all(r.shape[-1] == 1 == c.shape[-2] for r, c in zip(held[1] or [], held[2] or [], strict=True))

@@ -89,6 +89,8 @@ def _kind(state: State, stacks: list[Tensor], keys: Sequence[str]) -> object:
         return None
     if any(len(state.get(key, ())) != 1 for key in keys) or state["exp_avg"].shape != first.shape:
         return None
+    if state["exp_avg"].dtype != first.dtype:  # the model was cast, and each follows by itself
+        return None
     if ("basis" in state and "floor" not in state) or sum(state[key].numel() for key in keys) > SMALL:
         return None
     shapes = tuple(state[key].shape for key in keys)

@@ -242,9 +242,9 @@ class BoundOptimizer(Optimizer):
         if self._gathering is not None:
             self._gathering.note_armed()
 
-    def _arm_anew(self) -> None:
-        """Before a pass: an option that makes a refresh due may have been changed since the last step."""
-        if self._arming_options() != self._armed_by:
+    def _arm_anew(self, changed: bool) -> None:
+        """Before a pass: a matrix, or an option that makes a refresh due, may have been changed since the last step."""
+        if changed or self._arming_options() != self._armed_by:
             self._arm()
 
     def _arming_options(self) -> list[list[Any]]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ngplus.dtensor import whole
 from ngplus.factors import Factors, Summed, widen
 from ngplus.layers import Batch
-from ngplus.layers.rule import NotPerSample
+from ngplus.layers.rule import NotPerSample, has_own_forward
 from ngplus.matrices import ParameterMatrix, Use
 
 Build = Callable[[tuple[Tensor | None, ...], Tensor, tuple[bool, ...], Batch], Factors]
@@ -91,9 +91,27 @@ class Slot:
         saved, grad = tuple(None if x is None else whole(x) for x in saved), whole(self.grad.reshape(self.shape))
         if not matrix.counted:
             return None
-        built = self.build(saved, grad, self.use.active, batch)
+        try:
+            built = self.build(saved, grad, self.use.active, batch)
+            found, wanted = (built.rows, built.cols), (matrix.layout.rows, len(self.use.columns))
+            if found != wanted:
+                raise ValueError(f"The rule of {type(self.use.module).__name__} gave factors of {found} for {wanted}")
+            if has_own_forward(self.use.module):
+                built.total(matrix.dtype)  # do the parts fit together?
+        except (NotPerSample, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if not has_own_forward(self.use.module):
+                raise
+            raise NotPerSample(
+                f"its module has a forward of its own, which no rule fits: {_first_line(error)}"
+            ) from error
         built.summed = self.summed
         return widen(built, self.use.columns, matrix.layout.cols)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def batch_dims(model: nn.Module, batch_dim: BatchDims) -> dict[nn.Module, int | None]:

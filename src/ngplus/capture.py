@@ -61,7 +61,8 @@ class _Hook:
 
 class Capture:
     """Watches the uses of a model's matrices. ``sink`` is called, under no_grad, with each matrix's joined factors;
-    ``on_forward`` before and ``on_backward`` after each pass over the model."""
+    ``on_forward`` before each pass over the model, with True where a matrix has changed since the last one, and
+    ``on_backward`` after it."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class Capture:
         uses: list[Use],
         sink: Sink,
         batch_dim: BatchDims = 0,
-        on_forward: Callable[[], None] | None = None,
+        on_forward: Callable[[bool], None] | None = None,
         on_backward: Callable[[], None] | None = None,
     ) -> None:
         self._model = weakref.ref(model)
@@ -173,12 +174,8 @@ class Capture:
         """A training pass begins: parameters may have been frozen, thawed or cast since the last one."""
         self.forward_seen = True
         changed = [matrix for matrix in self._matrices if matrix.update_layout()]
-        for matrix in changed:
-            matrix.armed = True
-        if changed:
-            self.note_armed()
         if self._on_forward is not None:
-            self._on_forward()
+            self._on_forward(bool(changed))
 
     def _after_forward(self, output: Any) -> None:
         if self._depth == 0 or not torch.is_grad_enabled() or _functional():
@@ -187,10 +184,14 @@ class Capture:
         if self._depth or self._call is None:
             return
         votes = Counter(self._sizes)
-        for size, _ in self._leading(output):
+        sizes = [size for size, _ in self._leading(output)]
+        for size in sizes:
             votes[size] += 2  # a mask or a table of positions comes in, but it does not come out
         first = self._call.batch_size
-        self._call.batch_size = max(votes, key=lambda s: (votes[s], s == first)) if votes else None
+        # What both comes in and goes out first is the batch, however many states, weights or layers go along with it.
+        through = next((size for size in sizes if size in self._sizes), None)
+        likeliest = max(votes, key=lambda s: (votes[s], s == first)) if votes else None
+        self._call.batch_size = likeliest if through is None else through
         self._call = None
 
     def _leading(self, tree: Any) -> Iterator[tuple[int, int]]:
@@ -259,7 +260,7 @@ class Capture:
 
         def arrive(grad: Tensor) -> None:
             capture = this()
-            if capture is not None and matrix.armed and _reaches(matrix):
+            if capture is not None and matrix.armed and not _batched(grad) and _reaches(matrix):
                 capture._arrive(slot, grad)
 
         _hook_target(output).register_hook(arrive)
@@ -349,6 +350,12 @@ def _functional() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing()
 
 
+def _batched(grad: Tensor) -> bool:
+    """Many gradients at once (``is_grads_batched``, a vectorised Jacobian), none of which is for a step?"""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(grad) or functorch.is_legacy_batchedtensor(grad)
+
+
 def _reaches(matrix: ParameterMatrix) -> bool:
     """Does this backward pass go on to the matrix's parameters, or only to an input whose gradient is asked for?"""
     for param in matrix.active_params:
@@ -421,6 +428,10 @@ class _ModuleWatcher(Watcher):
             if capture is None or not capture.recording(parameters):
                 return None
             inputs = rule.inputs(module, args, kwargs)
+            tensors = [x for x in inputs if x is not None]
+            if not tensors or not all(isinstance(x, Tensor) for x in (output, *tensors)):
+                parameters.give_up(f"{type(module).__name__} takes or gives what is no tensor")
+                return None
             if not (use.active[0] or rule.bias_needs_input):
                 inputs = (None,) * len(inputs)  # torch keeps no input for a bias either
             adapted = rule.adapt(module, inputs, output, capture.batch(use))
@@ -429,13 +440,17 @@ class _ModuleWatcher(Watcher):
                 summed, before = Summed(), adapted
                 adapted = rule.with_shared_gradient(module, inputs, before, summed)
                 summed = None if adapted is before else summed
+            used_otherwise = getattr(adapted, "used_otherwise", None)  # the list alone: the output would keep itself
 
             def build(
                 saved: tuple[Tensor | None, ...], grad: Tensor, active: tuple[bool, ...], batch: Batch
             ) -> Factors:
+                if used_otherwise:
+                    raise NotPerSample("its output, the same for all samples, is used in other ways than to be added")
                 return rule.factors(module, saved, grad, active, batch)
 
-            capture.record(use, adapted, rule.kept(module, inputs, adapted), build, summed)
+            watched = getattr(adapted, "by_sample", adapted)  # ForAllSamples, of a lookup without a batch dimension
+            capture.record(use, watched, rule.kept(module, inputs, adapted), build, summed)
             return None if adapted is output else adapted
 
         return _Hook(self._capture, after)

@@ -167,11 +167,14 @@ class CapturedOptimizer(BoundOptimizer):
         """The direction of every parameter that has a gradient; None where the step is to be skipped."""
         for group in self.param_groups:  # they may have been changed since the last step
             self._check(group)
+        changed = [matrix for matrix in self._matrices if matrix.update_layout()]  # frozen or cast since the pass
         self._begin()
         gathering = self._gathering
         assert gathering is not None
         self._skip = None
         gathering.finish()
+        for matrix in changed:
+            gathering.take(matrix)  # of the parameters that it had before
         self._find_replicas()
         due = {id(m) for m in self._matrices if self._due(m)}
         for team in self._teams:

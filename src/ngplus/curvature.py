@@ -205,7 +205,7 @@ def mini_batch(matrix: ParameterMatrix, gradient: Tensor, group: Group, seed: in
         return Fresh([stack @ stack.mT for stack in [*first.split(curved), *second.split(curved.mT)]])
     stacks = cut.split(curved)
     if group["solver"] in ("woodbury", "sketched"):
-        return Fresh(None, stacks)
+        return Fresh(None, [stack.clone() for stack in stacks])  # .grad itself may be written to before the next one
     return Fresh([stack @ stack.mT for stack in stacks])
 
 

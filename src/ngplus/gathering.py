@@ -32,14 +32,14 @@ def seed_of(group: Group) -> int:
 
 class Gathering:
     """The sums of products of all matrices since the last step. ``groups`` has the options of each parameter;
-    ``on_forward``, a method, is called before each training pass."""
+    ``on_forward``, a method, is called before each training pass, with True where a matrix has changed."""
 
     def __init__(
         self,
         matrices: list[ParameterMatrix],
         groups: Mapping[nn.Parameter, Group],
         gathers: type[Gathered],
-        on_forward: Callable[[], None],
+        on_forward: Callable[[bool], None],
     ) -> None:
         self._matrices, self._groups, self._gathers = matrices, groups, gathers
         self._on_forward = _weakly(on_forward)
@@ -116,10 +116,10 @@ class Gathering:
         gathered = self._gathered.setdefault(id(matrix), self._gathers())
         gathered.take_in(matrix, factors, group, seed_of(group), check)
 
-    def _before_forward(self) -> None:
+    def _before_forward(self, changed: bool) -> None:
         """Is the model one of several ranks'? And gradients thrown away (model.zero_grad()) take with them what was
         gathered."""
-        self._on_forward()
+        self._on_forward(changed)
         if self.ranks is None:
             self.ranks = Ranks.of(nn.parallel.DistributedDataParallel._active_ddp_module, None)
         for matrix in self._matrices:
@@ -137,6 +137,8 @@ class Gathering:
         for matrix in self._matrices:
             gathered = self._gathered.get(id(matrix))
             if gathered is None or gathered.gradient is None or any(p.grad is None for p in matrix.active_params):
+                continue
+            if gathered.total == []:  # no side is curved: the option was changed in the middle of the pass
                 continue
             grads = [p.grad.to_dense() for p in matrix.active_params if p.grad is not None]
             gradient = matrix.layout.join(grads).to(gathered.gradient)

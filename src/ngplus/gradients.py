@@ -26,7 +26,6 @@ def gradient_parts(
 
     ``given`` are the gradients of the trained parameters where they had to be put together from several ranks.
     """
-    matrix.update_layout()
     grads = [p.grad for p in matrix.active_params] if given is None else list(given)
     rows, first = None, grads[0]
     if first is not None and first.is_sparse:

@@ -44,6 +44,13 @@ def check(
             f"this {whose} has {[len(own) for own in params]}: make it of the same model and "
             "parameter groups as the one that was saved"
         )
+    for group, own in zip(groups, params, strict=True):
+        saved, names = list(group.get("param_names") or ()), [name for name, _ in own]
+        if saved != names and sorted(saved) == sorted(names):
+            raise ValueError(
+                "The parameters of the state_dict stand in another order than those of this optimizer, and state goes "
+                "by their places: give them in the order in which they were saved"
+            )
     for group in groups:
         missing = [key for key in NEEDED if key not in group]
         if missing:

@@ -436,10 +436,10 @@ class NGPlus(CapturedOptimizer):
         else:
             super()._arm()
 
-    def _arm_anew(self) -> None:
-        if self._arming_options() != self._armed_by:
+    def _arm_anew(self, changed: bool) -> None:
+        if changed or self._arming_options() != self._armed_by:
             self._steady = None
-        super()._arm_anew()
+        super()._arm_anew(changed)
 
     def _products(self, work: Work) -> list[Product] | None:
         """The directions of the parameters as products that the update works out, where that is all there is to do."""
@@ -524,6 +524,11 @@ class NGPlus(CapturedOptimizer):
         for matrix in self._matrices if self._background.busy else ():
             if matrix.params[0] in self.state:
                 self._take_up_solved(Work(matrix, self._group(matrix), self.state[matrix.params[0]], []), 0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, too, takes up what the background is still at."""
+        self._finish_background()
+        return super().__getstate__()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch.optim, but curvature keeps its own precision whatever the parameters' dtype."""

@@ -65,6 +65,10 @@ def _steps(
     """The directions with weight decay and momentum."""
     decay, decoupled = group["weight_decay"], group["decoupled_weight_decay"]
     momentum = group["momentum"] if group["scaling"] == "inverse" else 0.0
+    for param in params if momentum != 0 else ():
+        held = states[param].get("momentum_buffer")
+        if held is not None and held.dtype != param.dtype:  # the model was cast
+            states[param]["momentum_buffer"] = held.to(param.dtype)
     in_product = momentum != 0 and not group["nesterov"] and group["step"] > 0
     steps: list[Tensor] = []
     added, rest = [], []  # those whose momentum is a part of their product, and all others that are not sparse
@@ -169,6 +173,9 @@ def graft_length(state: State, gradient: Tensor, group: Group, sparse: bool) -> 
     if "graft_exp_avg" not in state or state["graft_exp_avg"].shape != gradient.shape or group["step"] == 0:
         state["graft_exp_avg"], state["graft_exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
         state["graft_step"] = 0
+    if state["graft_exp_avg"].dtype != gradient.dtype:  # the model was cast
+        for key in ("graft_exp_avg", "graft_exp_avg_sq"):
+            state[key] = state[key].to(gradient.dtype)
     step = state["graft_step"] = int(state["graft_step"]) + 1
     first = state["graft_exp_avg"].lerp_(gradient, 1 - beta1) / (1 - beta1**step)
     second = state["graft_exp_avg_sq"].lerp_(gradient.square(), 1 - beta2) / (1 - beta2**step)

@@ -68,7 +68,7 @@ class Summed:
     def take(self, grad: Tensor) -> Tensor | None:
         """The sum, once, where it was made from just this gradient."""
         total, self.total = self.total, None
-        return total if self.source == self.mark(grad) else None
+        return total if total is not None and self.source == self.mark(grad) else None
 
 
 class Factors:

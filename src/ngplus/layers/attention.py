@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ngplus.factors import Factors, Outer
 from ngplus.layers.linear import linear_factors
 from ngplus.layers.matrix import MatrixSpec
-from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, Watcher, register_layer
+from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, Watcher, has_own_forward, register_layer
 
 _Build = Callable[[Inputs, Tensor, Active, Batch], Factors]
 
@@ -27,7 +27,8 @@ _Build = Callable[[Inputs, Tensor, Active, Batch], Factors]
 @register_layer(nn.MultiheadAttention)
 class MultiheadAttentionRule(LayerRule):
     """Packed: [in_proj_weight in_proj_bias] is (3 E, E + 1). Separate: (E, E), (E, kdim), (E, vdim), and the packed
-    bias is a vector. [out_proj.weight out_proj.bias] is (E, E + 1). ``bias_k`` and ``bias_v`` get mini-batch curvature.
+    bias is a vector. [out_proj.weight out_proj.bias] is (E, E + 1). ``bias_k`` and ``bias_v`` get mini-batch curvature;
+    so does all of a subclass with a forward of its own, which may do anything before and after torch's.
 
     Examples:
         >>> [row.shape for row in ngplus.NGPlus(nn.MultiheadAttention(8, 2)).plan()]
@@ -38,6 +39,8 @@ class MultiheadAttentionRule(LayerRule):
 
     def matrices(self, module: nn.Module) -> list[MatrixSpec]:
         assert isinstance(module, nn.MultiheadAttention)
+        if has_own_forward(module):
+            return []
         out = MatrixSpec(("out_proj.weight", "out_proj.bias"))
         if module._qkv_same_embed_dim:
             return [out, MatrixSpec(("in_proj_weight", "in_proj_bias"))]
@@ -48,10 +51,21 @@ class MultiheadAttentionRule(LayerRule):
     def watch(self, module: nn.Module, watcher: Watcher) -> list[Any]:
         assert isinstance(module, nn.MultiheadAttention)
         under_way: list[bool] = []  # one entry for each call of this module whose projections were made here
+        handles: list[Any] = []
+
+        def stands_between(module: nn.MultiheadAttention) -> bool:
+            """Would a hook that was registered later see projected inputs, or an output without its projection?"""
+            first, last = next(iter(module._forward_hooks)), next(reversed(module._forward_pre_hooks))
+            return [last, first] != [handle.id for handle in handles]
 
         def before(module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             under_way.append(False)
-            if not any(watcher.recording(i) for i in range(len(self.matrices(module)))):
+            matrices = range(len(self.matrices(module)))
+            if not any(watcher.recording(i) for i in matrices):
+                return None
+            if stands_between(module):
+                for i in matrices:
+                    watcher.refuse(i, "a hook stands between its module's inputs or output and the projections")
                 return None
             given: dict[str, Any] = {**dict(zip(("query", "key", "value"), args[:3], strict=False)), **kwargs}
             query, key, value = given.get("query"), given.get("key"), given.get("value")
@@ -80,10 +94,11 @@ class MultiheadAttentionRule(LayerRule):
             watcher.record(0, out, (attended,), _build_linear(module))
             return (out, *rest)
 
-        return [
+        handles += [
             module.register_forward_pre_hook(watcher.hook(before), with_kwargs=True),
             module.register_forward_hook(watcher.hook(after), always_call=True, prepend=True),
         ]
+        return handles
 
 
 def _batch(module: nn.MultiheadAttention, x: Tensor, batch: Batch) -> Batch:

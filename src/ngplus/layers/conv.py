@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from ngplus.factors import Factors, Outer, Summed
@@ -255,6 +256,8 @@ def _is_plain(module: _ConvNd, x: Tensor, output: Tensor) -> bool:
     if any(type(t) not in (Tensor, nn.Parameter) or t.dtype != torch.float32 for t in (x, module.weight, output)):
         return False
     if torch.is_autocast_enabled(x.device.type) or output._backward_hooks or output.retains_grad:
+        return False
+    if forward_ad._current_level >= 0:  # a derivative that runs along, of which the shared node knows nothing
         return False
     return is_made_by("ConvolutionBackward0", output, x, (module.weight, module.bias))
 

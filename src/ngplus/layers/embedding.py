@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ngplus.factors import Bags, Factors, Lookup, as_lookup
 from ngplus.layers.matrix import MatrixSpec
@@ -21,9 +22,10 @@ from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, NotPerSample, r
 class EmbeddingRule(LayerRule):
     """``padding_idx``, ``scale_grad_by_freq`` and ``sparse`` as in torch.
 
-    Positions that are looked up once for the whole batch, with an index of shape [1, length], get the batch dimension
-    that they lack: the output is expanded (not copied) on a refresh step, so that its gradient comes sample by sample.
-    An index whose first dimension is not the batch, such as ``arange(length)``, has no samples of its own.
+    Positions that are looked up once for the whole batch, with an index of shape [1, length], have no samples of their
+    own. Where their vectors are added to those of the batch, on a refresh step it is to each sample by itself, so that
+    the gradient comes sample by sample. An index whose first dimension is neither, such as ``arange(length)``, and
+    vectors that are used in any other way get mini-batch curvature.
 
     Examples:
         >>> row = ngplus.NGPlus(nn.Embedding(1000, 16), scaling="inverse").plan()[0]
@@ -40,7 +42,7 @@ class EmbeddingRule(LayerRule):
         (index,) = inputs
         assert index is not None
         shared = batch.dim == 0 and index.dim() > 1 and len(index) == 1 and (batch.size or 0) > 1
-        return output.expand(batch.size, *output.shape[1:]) if shared else output
+        return ForAllSamples.of(output, batch.size) if shared and batch.size is not None else output
 
     def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         assert isinstance(module, nn.Embedding)
@@ -53,6 +55,46 @@ class EmbeddingRule(LayerRule):
         if batch.dim == 0 and batch.size and (index.dim() == 0 or len(index) != batch.size):
             raise NotPerSample("its index has no batch dimension")
         return Lookup(batch.fold(index, 0), batch.fold(grad), module.num_embeddings)
+
+
+# Functions that take a tensor with a first dimension of 1 as if it were repeated for each sample.
+_ELEMENTWISE = {
+    f"{before}{name}{after}"
+    for name in ("add", "sub", "mul")
+    for before, after in (("", ""), ("", "_"), ("__", "__"), ("__r", "__"), ("__i", "__"))
+}
+
+
+class ForAllSamples(Tensor):
+    """A tensor [1, ...] that is the same for all samples. In sums with a batch, and where it is expanded to one,
+    ``by_sample`` stands for it, [samples, ...], whose gradient tells the samples apart; everywhere else it is what it
+    was, and ``used_otherwise`` has an entry."""
+
+    whole: Tensor
+    by_sample: Tensor
+    used_otherwise: list[bool]
+
+    @classmethod
+    def of(cls, whole: Tensor, samples: int) -> ForAllSamples:
+        made = whole.as_subclass(cls)
+        made.whole, made.by_sample, made.used_otherwise = whole, whole.expand(samples, *whole.shape[1:]), []
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, tree = pytree.tree_flatten((args, kwargs or {}))
+        shared = [x for x in leaves if isinstance(x, cls)]
+        batches = {x.shape for x in leaves if isinstance(x, Tensor) and not isinstance(x, cls)}
+        summed = getattr(func, "__name__", "") in _ELEMENTWISE and all(x.by_sample.shape in batches for x in shared)
+        plain = [x if not isinstance(x, cls) else x.by_sample if summed else x.whole for x in leaves]
+        given, named = pytree.tree_unflatten(plain, tree)
+        out = func(*given, **named)
+        if func is Tensor.expand and out.shape == args[0].by_sample.shape:
+            return args[0].by_sample
+        if not summed and any(isinstance(x, Tensor) for x in pytree.tree_leaves(out)):  # no mere look at its shape
+            for x in shared:
+                x.used_otherwise.append(True)
+        return out
 
 
 def _entry_weights(module: nn.Embedding | nn.EmbeddingBag, index: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -63,7 +63,7 @@ class Batch:
         tail = x.shape[x.dim() - features :]
         if self.dim is None or x.dim() == features:
             return x.reshape(1, -1, *tail)
-        if self.dim:
+        if 0 < self.dim < x.dim() - features:  # else what stood before the samples is gone, as of a last state
             x = x.movedim(self.dim, 0)
         return x.reshape(self.count(len(x)), -1, *tail)
 
@@ -103,7 +103,7 @@ class LayerRule:
 
     def inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
         """The tensors that ``factors`` will need, of those that the module was called with."""
-        return (args[0] if args else next(iter(kwargs.values())),)
+        return (args[0] if args else next(iter(kwargs.values()), None),)
 
     def adapt(self, module: nn.Module, inputs: Inputs, output: Any, batch: Batch) -> Any:
         """May replace the module's output on a refresh step, to give it a batch dimension; as a rule it does not."""
@@ -219,6 +219,14 @@ def rule_for(module: nn.Module) -> LayerRule | None:
         if name in _RULES:
             return _RULES[name]
     return None
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Is it a subclass of the class that a rule was written for, with a forward of its own, or was it given one?"""
+    for cls in type(module).__mro__:
+        if cls in _RULES or f"{cls.__module__}.{cls.__qualname__}" in _RULES:
+            return "forward" in module.__dict__ or type(module).forward is not getattr(cls, "forward", None)
+    return False
 
 
 def is_made_by(node: str, output: Tensor, x: Tensor, parameters: Sequence[Tensor | None]) -> bool:

@@ -9,6 +9,7 @@ On the way from gradient to step: the rule between capture and factors where the
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -102,6 +103,7 @@ class _Build:
         if all(axis is None for axis in along):
             raise NotPerSample(f"no input of {type(self.module).__name__} shares the batch dimension of its output")
         missing = [x is None for x in inputs]
+        bare = _without_hooks(self.module)
 
         def inner(params: dict[str, Tensor], tensors: list[Tensor], g: Tensor) -> Tensor:
             leaves = [
@@ -109,7 +111,7 @@ class _Build:
                 for constant, absent, x, axis in zip(self.constants, missing, tensors, along, strict=True)
             ]
             args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-            output = functional_call(self.module, {**fixed, **params}, args, kwargs)
+            output = functional_call(bare, {**fixed, **params}, args, kwargs)
             return (pytree.tree_leaves(output)[self.output] * one(g)).sum()
 
         tensors = [torch.zeros(()) if x is None else x for x in inputs]
@@ -122,3 +124,14 @@ class _Build:
         values = torch.stack([layout.join([per_row[n][i] for n in names])[0] for i in range(count)])
         samples = batch.count(count)
         return Rows(values.unflatten(0, (samples, -1)).sum(1)[None])
+
+
+def _without_hooks(module: nn.Module) -> nn.Module:
+    """The same module to be called once more: hooks do not run again, and what it notes of a call stays as it was."""
+    bare = object.__new__(type(module))
+    bare.__dict__.update(module.__dict__)
+    for name in ("_parameters", "_buffers", "_modules"):
+        bare.__dict__[name] = dict(module.__dict__[name])
+    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        bare.__dict__[name] = OrderedDict()
+    return bare
