@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 2 examples/ddp.py
 
 On GPUs, "gloo" becomes "nccl" and the model and batches go to the rank's device; nothing else
-changes.
+should change (not tried).
 """
 
 from __future__ import annotations

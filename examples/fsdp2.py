@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 examples/fsdp2.py
 
-On GPUs, "gloo" becomes "nccl" and "cpu" becomes "cuda"; nothing else changes.
+On GPUs, "gloo" becomes "nccl" and "cpu" becomes "cuda"; not tried.
 """
 
 from __future__ import annotations

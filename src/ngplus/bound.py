@@ -28,6 +28,7 @@ from ngplus.sharding import shards_of
 from ngplus.sync import DISTRIBUTIONS, Ranks, Replicas, Team
 
 OF_ALL = ("model", "batch_dim", "process_group", "distribution")  # arguments that no group has for itself
+OF_ALL_RANKS = ("momentum_buffer", "refreshed", "refresh_interval", "refresh_at")  # state that not only the owner has
 # Options that decide whether a matrix is due for a refresh.
 ARMING = ("step", "update_every", "early_refreshes", "scaling", "curvature", "side", "block_size", "sketch")
 
@@ -189,6 +190,16 @@ class BoundOptimizer(Optimizer):
         if plain:
             self._teams.append(Replicas(ranks, plain, self._of_param, self._distribution, self._owners))
             self._team_of.update({id(matrix): self._teams[-1] for matrix in plain})
+            self._drop_what_others_keep()
+
+    def _drop_what_others_keep(self) -> None:
+        """State that its owner alone keeps up: in a checkpoint of this rank it would stand beside the owner's."""
+        for team in self._teams:
+            for matrix in team.matrices:
+                if not team.keeps(matrix) and matrix.params[0] in self.state:
+                    state = self.state[matrix.params[0]]
+                    for key in [key for key in state if key not in OF_ALL_RANKS]:
+                        del state[key]
 
     def _team(self, matrix: ParameterMatrix) -> Team | None:
         """The ranks that share the work on a matrix."""
@@ -297,6 +308,7 @@ class BoundOptimizer(Optimizer):
                         f"The curvature of {matrix.name!r} is not in the state that was loaded. Where each rank keeps "
                         "its share, save with torch.distributed.checkpoint, or each rank's state in a file of its own"
                     )
+        self._drop_what_others_keep()
         if self._gathering is not None:
             self._gathering.forget()
         self._arm()

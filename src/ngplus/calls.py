@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngplus.dtensor import whole
+from ngplus.dtensor import many_ranks, whole
 from ngplus.factors import Factors, Summed, widen
 from ngplus.layers import Batch
 from ngplus.layers.rule import NotPerSample, has_own_forward
@@ -76,7 +76,7 @@ class Slot:
         assert self.grad is not None
         matrix, batch = self.use.matrix, Batch(self.dim, self.call.batch_size)
         if self.grad.numel() == 0:
-            if batch.size == 0:
+            if batch.size == 0 and not many_ranks():  # one of several ranks may have got no samples
                 raise ValueError(f"The batch that reached {matrix.name!r} has no samples: leave empty batches out")
             return None  # a layer that got none of the samples, such as an expert without tokens
         if self.held is None:

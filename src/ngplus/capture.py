@@ -358,11 +358,10 @@ def _batched(grad: Tensor) -> bool:
 
 def _reaches(matrix: ParameterMatrix) -> bool:
     """Does this backward pass go on to the matrix's parameters, or only to an input whose gradient is asked for?"""
-    for param in matrix.active_params:
-        if matrix.managed:  # FSDP2's unsharded parameters are in the graph, these are not
-            return True
+    managed = [matrix.managed[i]._unsharded_param for i in matrix.parts] if matrix.managed else None
+    for param in managed or matrix.active_params:
         with torch.enable_grad():
-            view = param.expand_as(param).grad_fn
+            view = param.view_as(param).grad_fn  # which works without memory, too, as FSDP2 leaves it
         leaf = None if view is None else view.next_functions[0][0]
         try:
             if leaf is None or torch._C._will_engine_execute_node(leaf):

@@ -174,10 +174,11 @@ def per_sample(gathered: Gathered, group: Group, cut: Cut, grad_scale: Tensor | 
     """L = 1/|S_k| sum over S_k of G_i G_i^T, from the sums over captured gradients c_i.
 
     Where the loss is a mean over the batch of N samples, .grad = 1/N sum_i G_i, so G_i = N c_i; on W ranks whose
-    gradients are averaged, G_i = N/W c_i. Where it is a sum, .grad = sum_i G_i and G_i = c_i. ``grad_scale`` is the
-    loss scale of mixed precision.
+    gradients are averaged, G_i = N/W c_i. Where it is a sum, .grad = sum_i G_i and G_i = c_i; on W ranks each takes W
+    times its own, so that the average is the sum, and G_i = c_i / W. ``grad_scale`` is the loss scale of mixed
+    precision.
     """
-    scale = (gathered.samples / gathered.ranks if group["loss_reduction"] == "mean" else 1) / grad_scale
+    scale = (gathered.samples if group["loss_reduction"] == "mean" else 1) / gathered.ranks / grad_scale
     weight = scale * scale / gathered.used
     if gathered.roots and gathered.total is None:
         weight_root = weight**0.5

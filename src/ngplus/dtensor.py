@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -34,3 +35,9 @@ def like(param: Tensor, part: Tensor) -> Tensor:
     return type(kind.data).from_local(
         part, kind.device_mesh, kind.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
+
+
+def many_ranks() -> bool:
+    """Is this one process of several?"""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

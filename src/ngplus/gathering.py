@@ -17,8 +17,10 @@ from torch import nn
 from ngplus.calls import BatchDims
 from ngplus.capture import Capture
 from ngplus.curvature import Gathered, Group
+from ngplus.dtensor import local, many_ranks
 from ngplus.factors import Bags, Factors, Lookup
 from ngplus.matrices import ParameterMatrix, Use
+from ngplus.sharding import holds_gradients
 from ngplus.sync import Ranks, Sum, Team
 
 CHECKED_ROWS = 1_000_000  # embeddings above this size are not checked for uses that capture has missed
@@ -124,7 +126,7 @@ class Gathering:
             self.ranks = Ranks.of(nn.parallel.DistributedDataParallel._active_ddp_module, None)
         for matrix in self._matrices:
             # FSDP2 keeps the gradients of accumulated micro-batches to itself.
-            dropped = not matrix.managed and all(p.grad is None for p in matrix.params)
+            dropped = all(p.grad is None for p in matrix.params) and not any(map(holds_gradients, matrix.managed))
             if id(matrix) in self._gathered and dropped:
                 del self._gathered[id(matrix)]
 
@@ -140,7 +142,7 @@ class Gathering:
                 continue
             if gathered.total == []:  # no side is curved: the option was changed in the middle of the pass
                 continue
-            grads = [p.grad.to_dense() for p in matrix.active_params if p.grad is not None]
+            grads = [local(p.grad).to_dense() for p in matrix.active_params if p.grad is not None]  # of one rank: all
             gradient = matrix.layout.join(grads).to(gathered.gradient)
             left_over = torch.linalg.vector_norm(gradient - gathered.gradient)
             # Factors of 16 bits come from float16 or bfloat16 parameters, or from autocast.
@@ -158,9 +160,3 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
             alive(*args)
 
     return call
-
-
-def many_ranks() -> bool:
-    """Is this one process of several?"""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ngplus.dtensor import local
+from ngplus.dtensor import is_dtensor, local
 
 VERSION = 4
 NEEDED = ("lr", "damping", "update_every", "step")  # in the groups of NG+ and its rivals, and in no other optimizer's
@@ -103,6 +103,11 @@ def _check_entries(name: str, param: Tensor, entries: Any) -> None:
                 raise ValueError(
                     f"The state_dict does not fit the model: {key} of parameter {name} is {tuple(value.shape)}, "
                     f"the parameter {tuple(param.shape)}"
+                )
+            if key == "momentum_buffer" and is_dtensor(param) and not is_dtensor(value):
+                raise ValueError(
+                    f"The state_dict does not fit the model: {key} of parameter {name} is whole, and the parameter is "
+                    "sharded. Take it up with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
                 )
             if value.is_floating_point() and not bool(local(value).isfinite().all()):
                 raise ValueError(f"The state_dict is damaged: {key} of parameter {name} is not finite")

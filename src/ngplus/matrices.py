@@ -47,7 +47,7 @@ class ParameterMatrix:
         self.missed = False  # the last refresh had nothing captured, and took the mini-batch in its place
         self.sparse = False  # its gradients may be sparse
         # Of sharded parameters (ngplus.sharding):
-        self.managed = False  # by FSDP2: in the graph other tensors stand for them
+        self.managed: list[Any] = []  # FSDP2's own record of each: in the graph other tensors stand for them
         self.counted = True  # this rank counts the samples of its capture
         self.in_step = False  # other ranks see the same samples, and all capture alike until the step
         self.update_layout()

@@ -514,9 +514,9 @@ class NGPlus(CapturedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim. What the background is still at is waited for, and taken up first."""
         self._finish_background()
-        for matrix in self._matrices:  # a checkpoint of many ranks may be loaded by one process, which looks for these
+        for matrix in self._matrices:  # a distributed checkpoint may be loaded where others are kept: it looks for all
             state = self.state.get(matrix.params[0], {})
-            if self._team(matrix) is not None and "inverse" in state:
+            if "inverse" in state:
                 curvatures.add_placeholders(state, self._group(matrix))
         return super().state_dict()
 

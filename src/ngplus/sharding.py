@@ -54,9 +54,10 @@ class Managed(NamedTuple):
     replicate: int | None
 
 
-def managed_by_fsdp(model: nn.Module | None) -> dict[Tensor, Managed]:
-    """The parameters that ``fully_shard`` manages. Their module's parameters are others while it runs."""
-    found: dict[Tensor, Managed] = {}
+def managed_by_fsdp(model: nn.Module | None) -> dict[Tensor, tuple[Managed, Any]]:
+    """The parameters that ``fully_shard`` manages, with its own record of each. Their module's parameters are others
+    while it runs."""
+    found: dict[Tensor, tuple[Managed, Any]] = {}
     for module in model.modules() if model is not None and "torch.distributed.fsdp" in sys.modules else ():
         if not isinstance(module, sys.modules["torch.distributed.fsdp"].FSDPModule):
             continue
@@ -65,7 +66,7 @@ def managed_by_fsdp(model: nn.Module | None) -> dict[Tensor, Managed]:
         for group in [state._fsdp_param_group] if groups is None else groups:
             for param in group.fsdp_params if group is not None else ():
                 info = group.mesh_info
-                found[param.sharded_param] = Managed(info.shard_mesh_dim, info.replicate_mesh_dim)
+                found[param.sharded_param] = Managed(info.shard_mesh_dim, info.replicate_mesh_dim), param
     return found
 
 
@@ -214,6 +215,12 @@ class Shards(Team):
         return [part.split(each) for part, each in zip(got.split(totals), sizes, strict=True)]
 
 
+def holds_gradients(record: Any) -> bool:
+    """Has FSDP2 gradients of this parameter that it has not yet added up over the ranks?"""
+    whole = getattr(record, "_unsharded_param", None)
+    return record.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+
+
 def _ranks(group: dist.ProcessGroup) -> Ranks | None:
     size = dist.get_world_size(group)
     return None if size == 1 else Ranks(group, size)
@@ -259,14 +266,15 @@ def shards_of(
     for matrix in matrices:
         if not any(map(is_dtensor, matrix.params)):
             continue
-        kinds = {(getattr(p, "device_mesh", None), managed.get(p, Managed(None, None))) for p in matrix.params}
+        none = Managed(None, None), None
+        kinds = {(getattr(p, "device_mesh", None), managed.get(p, none)[0]) for p in matrix.params}
         if len(kinds) != 1:
             raise ValueError(
                 f"The parameters of one matrix, {', '.join(matrix.names)}, are not sharded alike: put them into one "
                 "fully_shard call, or on the same mesh"
             )
         by_mesh.setdefault(kinds.pop(), []).append(matrix)
-        matrix.managed = matrix.params[0] in managed
+        matrix.managed = [managed[p][1] for p in matrix.params if p in managed]
         if matrix.source == "vmap":
             matrix.fall_back("its parameters are sharded, and no layer rule covers it")
     return [Shards(mesh, data, each, groups, kept, ranks) for (mesh, data), each in by_mesh.items()]

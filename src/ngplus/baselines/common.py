@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from ngplus.calls import BatchDims
 from ngplus.captured import CapturedOptimizer
 from ngplus.curvature import Gathered, Group, State
-from ngplus.gathering import many_ranks
+from ngplus.dtensor import many_ranks
 from ngplus.matrices import ParameterMatrix
 from ngplus.plan import Plan, PlanRow, unless_frozen
 

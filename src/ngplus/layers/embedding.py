@@ -42,7 +42,9 @@ class EmbeddingRule(LayerRule):
         (index,) = inputs
         assert index is not None
         shared = batch.dim == 0 and index.dim() > 1 and len(index) == 1 and (batch.size or 0) > 1
-        return ForAllSamples.of(output, batch.size) if shared and batch.size is not None else output
+        if not shared or batch.size is None:
+            return output
+        return ForAllSamples.of(output, output.expand(batch.size, *output.shape[1:]), [])
 
     def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         assert isinstance(module, nn.Embedding)
@@ -65,6 +67,9 @@ _ELEMENTWISE = {
 }
 
 
+_SAME = {"to", "contiguous", "float", "double", "half", "bfloat16", "type_as", "clone"}  # the same numbers elsewhere
+
+
 class ForAllSamples(Tensor):
     """A tensor [1, ...] that is the same for all samples. In sums with a batch, and where it is expanded to one,
     ``by_sample`` stands for it, [samples, ...], whose gradient tells the samples apart; everywhere else it is what it
@@ -75,9 +80,9 @@ class ForAllSamples(Tensor):
     used_otherwise: list[bool]
 
     @classmethod
-    def of(cls, whole: Tensor, samples: int) -> ForAllSamples:
+    def of(cls, whole: Tensor, by_sample: Tensor, used_otherwise: list[bool]) -> ForAllSamples:
         made = whole.as_subclass(cls)
-        made.whole, made.by_sample, made.used_otherwise = whole, whole.expand(samples, *whole.shape[1:]), []
+        made.whole, made.by_sample, made.used_otherwise = whole, by_sample, used_otherwise
         return made
 
     @classmethod
@@ -85,12 +90,15 @@ class ForAllSamples(Tensor):
         leaves, tree = pytree.tree_flatten((args, kwargs or {}))
         shared = [x for x in leaves if isinstance(x, cls)]
         batches = {x.shape for x in leaves if isinstance(x, Tensor) and not isinstance(x, cls)}
-        summed = getattr(func, "__name__", "") in _ELEMENTWISE and all(x.by_sample.shape in batches for x in shared)
+        name = getattr(func, "__name__", "")
+        summed = name in _ELEMENTWISE and all(x.by_sample.shape in batches for x in shared)
         plain = [x if not isinstance(x, cls) else x.by_sample if summed else x.whole for x in leaves]
         given, named = pytree.tree_unflatten(plain, tree)
         out = func(*given, **named)
-        if func is Tensor.expand and out.shape == args[0].by_sample.shape:
-            return args[0].by_sample
+        if name in _SAME and len(shared) == 1 and args and args[0] is shared[0]:
+            return cls.of(out, func(shared[0].by_sample, *given[1:], **named), shared[0].used_otherwise)
+        if name == "expand" and out.shape == shared[0].by_sample.shape:
+            return shared[0].by_sample
         if not summed and any(isinstance(x, Tensor) for x in pytree.tree_leaves(out)):  # no mere look at its shape
             for x in shared:
                 x.used_otherwise.append(True)

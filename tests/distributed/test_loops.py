@@ -1,0 +1,196 @@
+"""Training loops that do unusual things, on ranks as in one process: passes that are not for a step, gradients thrown
+away, shares without samples, losses that are sums, a first state from elsewhere."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ngplus
+from distributed import setting
+from distributed.pool import Pool
+
+STEPS, BATCH = 9, 8
+OPTIONS: dict[str, dict[str, Any]] = {
+    "inverse": {"scaling": "inverse", "damping": 0.5},
+    "adaptive": {"eps": 1e-4},
+}
+
+
+class Net(nn.Module):
+    """Its output is not that of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(5, 7, dtype=torch.float64), nn.Linear(7, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x))) + 0.1
+
+
+def made(kind: str, world: int, **options: Any) -> tuple[nn.Module, ngplus.NGPlus]:
+    net: Any = Net()
+    if kind == "fsdp2":
+        net = fully_shard(net)
+    elif kind == "fsdp2 by layers":  # whose whole parameters are gone between forward and backward
+        for part in (net.first, net.last, net):
+            fully_shard(part)
+    elif world > 1:
+        net = DistributedDataParallel(net)
+    distribution = "memory" if kind == "ddp memory" else "communication"
+    return net, ngplus.NGPlus(net, lr=setting.LR, update_every=3, distribution=distribution, **options)
+
+
+def batch(step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = (torch.randn(BATCH, n, generator=generator, dtype=torch.float64) for n in (5, 3))
+    mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+    return x[mine], y[mine]
+
+
+def error(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    squares: Tensor = (net(x) - y).square().sum(1)
+    return squares
+
+
+def parameters(net: nn.Module) -> list[Tensor]:
+    return [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in net.parameters()]
+
+
+def with_inputs_attacked(net: nn.Module, optimizer: ngplus.NGPlus, step: int, rank: int, world: int) -> None:
+    """A pass for the gradient of the inputs alone comes first."""
+    x, y = batch(step, rank, world)
+    x.requires_grad_()
+    (slope,) = torch.autograd.grad(error(net, x, y).mean(), x)
+    optimizer.zero_grad()
+    error(net, (x + 0.1 * slope.sign()).detach(), y).mean().backward()
+    optimizer.step()
+
+
+def with_a_pass_thrown_away(net: nn.Module, optimizer: ngplus.NGPlus, step: int, rank: int, world: int) -> None:
+    x, y = batch(step, rank, world)
+    net.zero_grad()
+    (error(net, x, y).mean() * 1e3).backward()
+    net.zero_grad()
+    error(net, x, y).mean().backward()
+    optimizer.step()
+
+
+def with_an_empty_share(net: nn.Module, optimizer: ngplus.NGPlus, step: int, rank: int, world: int) -> None:
+    """All samples on the first rank, in a step with a refresh and in others."""
+    x, y = batch(step, 0, 1) if step % 2 else batch(step, rank, world)
+    if step % 2 and rank > 0:
+        x, y = x[:0], y[:0]
+    optimizer.zero_grad()
+    (error(net, x, y).sum() * world / BATCH).backward()
+    optimizer.step()
+
+
+def with_a_sum(net: nn.Module, optimizer: ngplus.NGPlus, step: int, rank: int, world: int) -> None:
+    x, y = batch(step, rank, world)
+    optimizer.zero_grad()
+    (error(net, x, y).sum() * world).backward()
+    optimizer.step()
+
+
+EACH = (with_inputs_attacked, with_a_pass_thrown_away, with_an_empty_share, with_a_sum)
+LOOPS = {loop.__name__: loop for loop in EACH}
+
+
+def trained(rank: int, world: int, kind: str, loop: str, name: str) -> list[Tensor]:
+    reduction = "sum" if loop == "with_a_sum" else "mean"
+    net, optimizer = made(kind, world, loss_reduction=reduction, **OPTIONS[name])
+    for step in range(STEPS):
+        LOOPS[loop](net, optimizer, step, rank, world)
+    return parameters(net)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("kind", ["ddp", "ddp memory", "fsdp2", "fsdp2 by layers"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_two_ranks_equal_one_process(ranks: Callable[[int], Pool], loop: str, kind: str, name: str) -> None:
+    found = ranks(2).run(trained, kind, loop, name)
+    setting.assert_same_everywhere(found)
+    setting.assert_close(found[0], trained(0, 1, "plain", loop, name))
+
+
+def plain_steps(net: nn.Module, optimizer: ngplus.NGPlus, steps: range, rank: int, world: int) -> None:
+    for step in steps:
+        x, y = batch(step, rank, world)
+        optimizer.zero_grad()
+        error(net, x, y).mean().backward()
+        optimizer.step()
+
+
+def passed_on(rank: int, world: int, kind: str, name: str, folder: str) -> list[Tensor]:
+    """Goes on from the state of one process, saves, and goes on from that."""
+    saved = torch.load(Path(folder) / "one.pt")
+    net, optimizer = made(kind, world, **OPTIONS[name])
+    set_model_state_dict(net, saved["model"], options=StateDictOptions(full_state_dict=True))
+    optimizer.load_state_dict(saved["optimizer"])
+    plain_steps(net, optimizer, range(3, 6), rank, world)
+    states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
+    dcp.save(states, checkpoint_id=f"{folder}/many")
+    net, optimizer = made(kind, world, **OPTIONS[name])
+    states = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=f"{folder}/many")
+    set_state_dict(net, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    plain_steps(net, optimizer, range(6, STEPS), rank, world)
+    return parameters(net)
+
+
+PASSED_ON = [("ddp", "inverse"), ("ddp", "adaptive"), ("ddp memory", "inverse"), ("ddp memory", "adaptive")]
+
+
+@pytest.mark.parametrize(("kind", "name"), [*PASSED_ON, ("fsdp2", "adaptive")])
+def test_a_state_is_passed_on_from_one_process_to_ranks_and_on(
+    ranks: Callable[[int], Pool], tmp_path: Path, kind: str, name: str
+) -> None:
+    """A rank that does not own a matrix drops what it was given of it: else the next checkpoint has it twice."""
+    net, optimizer = made("plain", 1, **OPTIONS[name])
+    plain_steps(net, optimizer, range(3), 0, 1)
+    torch.save(copy.deepcopy({"model": net.state_dict(), "optimizer": optimizer.state_dict()}), tmp_path / "one.pt")
+    plain_steps(net, optimizer, range(3, STEPS), 0, 1)
+    found = ranks(2).run(passed_on, kind, name, str(tmp_path))
+    setting.assert_same_everywhere(found)
+    setting.assert_close(found[0], parameters(net))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_fsdp2_on_one_rank(ranks: Callable[[int], Pool], name: str) -> None:
+    """As in a first try before many ranks are taken."""
+    (found,) = ranks(1).run(trained, "fsdp2", "with_a_sum", name)
+    setting.assert_close(found, trained(0, 1, "plain", "with_a_sum", name))
+
+
+def with_a_whole_buffer(rank: int, world: int) -> list[str]:
+    plain, optimizer = made("plain", 1, **OPTIONS["inverse"])
+    plain_steps(plain, optimizer, range(2), 0, 1)
+    _, sharded = made("fsdp2", world, **OPTIONS["inverse"])
+    try:
+        sharded.load_state_dict(optimizer.state_dict())
+    except ValueError as refused:
+        return [str(refused)]
+    return []
+
+
+def test_a_momentum_buffer_that_is_not_sharded_is_refused(ranks: Callable[[int], Pool]) -> None:
+    for said in ranks(2).run(with_a_whole_buffer):
+        assert len(said) == 1
+        assert "set_optimizer_state_dict" in said[0]
