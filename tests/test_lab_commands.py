@@ -52,6 +52,36 @@ def test_train_leaves_a_folder_and_says_where() -> None:
     assert (run.config.seed, run.config.steps, run.config.batch_size) == (3, 6, 16)
 
 
+def test_train_says_what_it_did() -> None:
+    """The settings and where they come from, a run that was there already, one that diverged."""
+    assert "With lr 0.01 (tuned)" in ngplus("train", "digits", *SHORT)
+    assert "nothing was trained" in ngplus("train", "digits", *SHORT)
+    said = ngplus("train", "digits", "-o", "sgd", "--lr", "1e9", "--out", "far", *SHORT, code=1)
+    assert "diverged" in said
+    assert "1 steps" not in said
+    assert "given here" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["train", "digits", "--device", "cuda:77"], "--device cuda:77 cannot be used"),
+        (["train", "digits", "--device", "nowhere"], "--device nowhere cannot be used"),
+        (["compare", "digits", "--presets", "missing"], "--presets missing is not a folder"),
+        (["train", "digits", "--out", "file/below"], "file"),
+        (["plan", "digits", "--distribution", "memory"], "goes with --ranks"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_line_and_leaves_no_folder(arguments: list[str], told: str) -> None:
+    Path("file").touch()
+    assert told in ngplus(*arguments, code=2)
+    assert [path.name for path in Path().iterdir()] == ["file"]
+
+
+def test_the_version_is_told() -> None:
+    assert torch.__version__ in ngplus("--version")
+
+
 def test_compare_keeps_what_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["compare", "digits", "--optimizers", "sgd,ngplus", "--seeds", "2", *SHORT]
     said = ngplus(*arguments)

@@ -199,7 +199,7 @@ def test_the_summary_leaves_out_runs_that_have_not_ended(tmp_path: Path) -> None
     result = CliRunner().invoke(app, both)
     assert result.exit_code == 0, result.output
     assert "2 runs that have not ended are left out" in result.output
-    assert page.read_text().count("of 1 seed(s)") == 2
+    assert page.read_text().count("of 1 seed;") == 2
     assert len(collection.read(tmp_path / "results" / "timed.json")) == 1
 
 

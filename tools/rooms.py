@@ -78,7 +78,7 @@ ROOMS = (
         ("baselines",),
         ("gfim", "solve", "layers", "capture", "curvature", "optimizer"),
     ),
-    Room("lab", "workloads, comparison, report, commands", ("lab",)),  # and the public names
+    Room("lab", "workloads, comparison, report, commands", ("lab", "__main__")),  # and the public names
 )
 PUBLIC = {
     "ngplus",

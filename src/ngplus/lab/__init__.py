@@ -1,6 +1,6 @@
 """The laboratory: workloads, rivals, comparisons, figures and benchmarks, on the public names of ngplus alone.
 
-It is an extra (``pip install ngplus[lab]``); ``import ngplus`` does not load it.
+It is an extra (in the project's folder, ``pip install '.[lab]'``); ``import ngplus`` does not load it.
 """
 
 from __future__ import annotations
@@ -13,5 +13,8 @@ def main() -> None:
     try:
         from ngplus.lab.cli import app
     except ModuleNotFoundError as error:
-        sys.exit(f"The ngplus command needs {error.name}, which comes with the extra: pip install 'ngplus[lab]'")
+        sys.exit(
+            f"The ngplus command needs {error.name}, which comes with an extra: in the project's folder, "
+            "pip install '.[lab]'"
+        )
     app()

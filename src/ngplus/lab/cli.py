@@ -7,8 +7,12 @@ names in the help; what else takes long to import (matplotlib, Optuna, the workl
 from __future__ import annotations
 
 import importlib
+from typing import Annotated
 
+import torch
 import typer
+
+import ngplus
 
 app = typer.Typer(
     name="ngplus",
@@ -22,8 +26,18 @@ app = typer.Typer(
 COMMANDS: tuple[str, ...] = ("train", "compare", "tune", "report", "planning", "bench", "figure")
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"ngplus {ngplus.__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the versions and exit.")
+    ] = False,
+) -> None:
     """Keeps the commands under their names, however many there are."""
 
 

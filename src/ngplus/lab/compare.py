@@ -58,6 +58,7 @@ def compare(
         from ngplus.lab import processes
 
         shared.use_threads(threads, preset)
+        shared.check_presets(presets)
         wanted = rivals.pick(optimizers)
         parts = []
         for name in shared.listed(workload):

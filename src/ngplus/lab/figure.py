@@ -48,7 +48,7 @@ def figure(
         with console.status(f"{one}: {figures.FIGURES[one]}"):
             try:
                 outcome, paths = figures.make(one, out, seed, small, **options)
-            except figures.FigureError as error:
+            except (figures.FigureError, OSError) as error:
                 raise typer.BadParameter(str(error)) from error
         console.print(figures.module(one).summary(outcome))
         shown = ", ".join(str(path) for path in paths)

@@ -33,7 +33,7 @@ Sets = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="A hyper-parameter of the optimizer, or an option of the workload, in JSON: --set betas=[0.9,0.98]",
+        help="A hyper-parameter of the optimizer, or an option of the workload, in JSON: --set update_every=10",
     ),
 ]
 WorkloadSets = Annotated[

@@ -55,6 +55,8 @@ def plan(
     """
     console = shared.make_console()
     with shared.friendly(console):
+        if distribution and not ranks:
+            raise ValueError("--distribution goes with --ranks: what one of so many ranks carries")
         if ":" in model:
             found = _of_model(model, optimizer, sets or [], batch_size, positions, on_meta=bool(ranks))
         else:

@@ -63,9 +63,11 @@ def train(
         from ngplus.lab import training
 
         use_threads(threads, preset)
+        check_presets(presets)
         chosen, size = open_preset(workload, preset, changes, sets or [], optimizer)
         config = configure(chosen, preset, size, optimizer, seed=seed, lr=lr, sets=sets or [], presets=presets)
         folder = out or Path("runs") / f"{workload}-{preset}" / f"{optimizer}-seed{seed}"
+        there = (folder / "result.json").exists()
         task = chosen.open(size, data)
         with bars(console) as board:
             on_step = board.start(config)
@@ -80,9 +82,23 @@ def train(
             )
             board.end(config, result)
         if is_first():
-            console.print(f"{shown(str(folder))}: [bold]{sentence(config, result)}[/bold]", highlight=False)
+            line = f"{shown(str(folder))}: [bold]{sentence(config, result)}[/bold]"
+            console.print(line, highlight=False, soft_wrap=True)
+            settings = ", ".join(f"{key} {value}" for key, value in config.hyper.items() if value is not None)
+            console.print(f"With {shown(settings)} ({_origin(config, lr, sets)})", highlight=False, soft_wrap=True)
+            if there and not resume:
+                console.print("It was there already, and nothing was trained: --out takes another folder")
             if result.status == "interrupted":
                 console.print("Go on with it: the same command with [bold]--resume[/bold]", highlight=False)
+        if result.status == "diverged":
+            raise typer.Exit(1)
+
+
+def _origin(config: Config, lr: float | None, sets: Sequence[str] | None) -> str:
+    """Where the settings of a run come from."""
+    if config.tuning is None:
+        return "given here, others tuned or defaults" if lr is not None or sets else "defaults"
+    return "tuned" if "recipe" not in config.tuning else "as published"
 
 
 # ------------------------------------------------------------------------------------------------ settings
@@ -213,6 +229,12 @@ def is_hyper(key: str, optimizer: str | None, options: list[str], workload: str)
     return False
 
 
+def check_presets(folder: Path | None) -> None:
+    """A folder of tuned settings that was asked for has to be there."""
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"--presets {folder} is not a folder")
+
+
 def use_threads(threads: int | None, preset: str) -> None:
     """Small models gain nothing by a second thread, and lose much where another process wants the core."""
     if threads is None and preset == "small":
@@ -250,11 +272,16 @@ def friendly(console: Console) -> Iterator[None]:
 
     try:
         yield
-    except (DataError, RunError, ValueError, ModuleNotFoundError) as error:
+    except (DataError, RunError, ValueError, ModuleNotFoundError, OSError) as error:
         text = str(error)
         if isinstance(error, ModuleNotFoundError):
-            text = f"{error.name} is not installed: pip install 'ngplus[lab,workloads]' brings all that workloads need"
-        Console(stderr=True, width=console.width).print(f"[bold red]Error:[/bold red] {shown(text)}", highlight=False)
+            text = (
+                f"{error.name} is not installed: in the project's folder, pip install '.[lab,workloads]' brings all "
+                "that workloads need"
+            )
+        Console(stderr=True, width=console.width).print(
+            f"[bold red]Error:[/bold red] {shown(text)}", highlight=False, soft_wrap=not console.is_terminal
+        )
         raise typer.Exit(2) from error
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -265,16 +292,22 @@ def shown(text: str) -> str:
     return escape("".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text))
 
 
+def count(number: int, what: str) -> str:
+    """1 step, 2 steps."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def sentence(config: Config, result: Result) -> str:
     """A run in a line."""
     final = "nothing measured" if result.final is None else f"{config.measure} {result.final:.4g}"
     if result.steps_to_target is not None and result.seconds_to_target is not None:
-        goal = f"target {config.target:g} after {result.steps_to_target} steps, {result.seconds_to_target:.1f} s"
+        steps = count(result.steps_to_target, "step")
+        goal = f"target {config.target:g} after {steps}, {result.seconds_to_target:.1f} s"
     else:
         goal = f"target {config.target:g} not reached"
     why = f" ({shown(result.reason)})" if result.reason else ""
     cost = "" if result.milliseconds_per_step is None else f", {result.milliseconds_per_step:.1f} ms a step"
-    return f"{result.status}{why} after {result.step} steps, {final}, {goal}{cost}"
+    return f"{result.status}{why} after {count(result.step, 'step')}, {final}, {goal}{cost}"
 
 
 class Board:

@@ -74,6 +74,7 @@ def run(
     run is "stopped". One that gets to its end is measured by the task's ``final``, unless that is not wanted.
     """
     device = processes.own(device)
+    _check_device(device)
     with ExitStack() as stack:
         stack.enter_context(processes.group(device))
         if folder is not None and processes.rank() == 0:
@@ -91,6 +92,14 @@ def run(
         session.begin()
         status, reason = session.train(stopping, checkpoint_every or config.evaluate_every, on_step, on_look)
         return session.end(status, reason, final)
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise RunError(f"--device {device} cannot be used with this torch, {torch.__version__}: {reason}") from error
 
 
 def _claim(config: Config, folder: Path, resume: bool) -> None:

@@ -35,7 +35,8 @@ def markdown(
     ]
     parts.append("### Time to the target")
     if timed:
-        parts += ["From runs made alone and interleaved, with nothing else on the machine.", *_verdicts(timed, "time")]
+        parts.append(f"From runs of their own on {_machines(timed)}, interleaved, one at a time.")
+        parts += _verdicts(timed, "time")
     else:
         parts.append("Not measured yet: the runs of this page were made side by side, and their times mean nothing.")
     parts += ["## Steps to the target, all optimizers", _matrix(sections)]
@@ -53,9 +54,13 @@ def markdown(
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def _machines(sections: Sequence[Section]) -> str:
+    runs = [run for section in sections for run in section.runs]
+    return _listed({str(run.environment.get("processor") or "an unnamed processor") for run in runs})
+
+
 def _conditions(sections: Sequence[Section]) -> str:
     runs = [run for section in sections for run in section.runs]
-    machines = {f"{run.environment.get('processor') or 'an unnamed processor'}" for run in runs}
     versions = {f"torch {run.environment.get('torch', '?')}" for run in runs}
     threads = either(run.environment.get("threads", "?") for run in runs)
     each = "one thread each" if threads == "1" else f"{threads} threads each"
@@ -78,7 +83,7 @@ def _conditions(sections: Sequence[Section]) -> str:
     rest = f"; with a published recipe: {_listed(published)}" if published else ""
     rest += f"; not tuned, but with their defaults: {_listed(untuned)}" if trials and untuned else ""
     return (
-        f"{len(runs)} runs on {_listed(machines)}, {each}, {_listed(versions)}. {told}{rest}. What makes the "
+        f"{len(runs)} runs on {_machines(sections)}, {each}, {_listed(versions)}. {told}{rest}. What makes the "
         "comparison fair, and what it is worth, is in [laboratory.md](laboratory.md); how the targets were set is in "
         "[workloads.md](workloads.md)."
     )

@@ -77,8 +77,9 @@ def caption(runs: Sequence[Run], times: bool = True) -> str:
     warmup = either(config.warmup for config in configs)
     different = differing(runs)
     diverged = any(run.result is not None and run.result.status == "diverged" for run in runs)
+    seeds_of = "1 seed" if len(seeds) == 1 else f"{len(seeds)} seeds"
     return (
-        f"Measure: {configs[0].measure} on the validation set, mean ± standard deviation of {len(seeds)} seed(s); "
+        f"Measure: {configs[0].measure} on the validation set, mean ± standard deviation of {seeds_of}; "
         f"target {sign} {target}.\n{either(config.steps for config in configs)} steps of batch "
         f"{either(config.batch_size for config in configs)}, {either(config.schedule for config in configs)} schedule"
         f"{f' with a warm-up of {warmup}' if warmup != '0' else ''}. "
