@@ -31,7 +31,12 @@ class NGPlusTrainer(Trainer):
     arguments ask for."""
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        self.optimizer = ngplus.NGPlus(self.model, lr=self.args.learning_rate)
+        self.optimizer = ngplus.NGPlus(
+            self.model,
+            lr=self.args.learning_rate,
+            weight_decay=self.args.weight_decay,
+            decoupled_weight_decay=True,
+        )
         return self.optimizer
 
 
