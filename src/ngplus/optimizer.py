@@ -61,8 +61,8 @@ class NGPlus(CapturedOptimizer):
 
         W <- W - lr (lambda I + L)^-1 G    or    W <- W - lr G (lambda I + R)^-1
 
-    The default, ``scaling="adaptive"``, has Adam's moments in the eigenbases of L and R in place of the inverse: the first,
-    and of the second the means over rows and columns.
+    The default, ``scaling="adaptive"``, has Adam's moments in the eigenbases of L and R in place of the inverse: all of
+    the first, and of the second the means over rows and columns.
 
     Examples:
         >>> model = nn.Linear(4, 2)
