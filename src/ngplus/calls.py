@@ -41,6 +41,7 @@ class Call:
 
     def __init__(self) -> None:
         self.batch_size: int | None = None
+        self.expected: int | None = None  # the same, by its inputs alone
         self.waiting: Counter[int] = Counter()  # recorded, gradient not here yet
         self.hidden: Counter[int] = Counter()  # made under no_grad: reentrant checkpointing makes them again
         self.retained = False

@@ -20,6 +20,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from ngplus.calls import BatchDims, Build, Call, Saved, Slot, batch_dims
 from ngplus.compiled import CompiledCalls, uncompiled
 from ngplus.factors import Factors, Summed, join
 from ngplus.layers import Batch, Watcher
+from ngplus.layers.embedding import ForAllSamples
 from ngplus.layers.rule import NotPerSample, no_mixed_precision
 from ngplus.matrices import ParameterMatrix, Use
 
@@ -61,7 +63,7 @@ class _Hook:
 
 class Capture:
     """Watches the uses of a model's matrices. ``sink`` is called, under no_grad, with each matrix's joined factors;
-    ``on_forward`` before each pass over the model, with True where a matrix has changed since the last one, and
+    ``on_forward`` before each pass over the model, with the matrices that have changed since the last one, and
     ``on_backward`` after it."""
 
     def __init__(
@@ -70,7 +72,7 @@ class Capture:
         uses: list[Use],
         sink: Sink,
         batch_dim: BatchDims = 0,
-        on_forward: Callable[[bool], None] | None = None,
+        on_forward: Callable[[list[ParameterMatrix]], None] | None = None,
         on_backward: Callable[[], None] | None = None,
     ) -> None:
         self._model = weakref.ref(model)
@@ -168,14 +170,14 @@ class Capture:
         self._sizes = Counter(size for size, _ in self._leading(inputs))
         # Until the output is known: the most common first dimension, of the tensor with the most dimensions.
         ranked = sorted(self._leading(inputs), key=lambda s: (-self._sizes[s[0]], -s[1]))
-        self._call.batch_size = ranked[0][0] if ranked else None
+        self._call.batch_size = self._call.expected = ranked[0][0] if ranked else None
 
     def _notice(self) -> None:
         """A training pass begins: parameters may have been frozen, thawed or cast since the last one."""
         self.forward_seen = True
         changed = [matrix for matrix in self._matrices if matrix.update_layout()]
         if self._on_forward is not None:
-            self._on_forward(bool(changed))
+            self._on_forward(changed)
 
     def _after_forward(self, output: Any) -> None:
         if self._depth == 0 or not torch.is_grad_enabled() or _functional():
@@ -188,8 +190,8 @@ class Capture:
         for size in sizes:
             votes[size] += 2  # a mask or a table of positions comes in, but it does not come out
         first = self._call.batch_size
-        # What both comes in and goes out first is the batch, however many states, weights or layers go along with it.
-        through = next((size for size in sizes if size in self._sizes), None)
+        # The first that comes in and goes out, too, is the batch, however many states, weights or layers go along.
+        through = next((size for size in self._sizes if size in sizes), None)
         likeliest = max(votes, key=lambda s: (votes[s], s == first)) if votes else None
         self._call.batch_size = likeliest if through is None else through
         self._call = None
@@ -231,7 +233,10 @@ class Capture:
         return False
 
     def batch(self, use: Use) -> Batch:
-        return Batch(self._dims.get(use.module, 0), None if self._call is None else self._call.batch_size)
+        """For a module's forward, which may be run again in backward: what was expected when the call began."""
+        again = self._call is None and torch._C._current_graph_task_id() != -1
+        call = self._present_call() if again else self._call
+        return Batch(self._dims.get(use.module, 0), None if call is None else call.expected)
 
     def record(
         self,
@@ -439,16 +444,16 @@ class _ModuleWatcher(Watcher):
                 summed, before = Summed(), adapted
                 adapted = rule.with_shared_gradient(module, inputs, before, summed)
                 summed = None if adapted is before else summed
-            used_otherwise = getattr(adapted, "used_otherwise", None)  # the list alone: the output would keep itself
 
             def build(
                 saved: tuple[Tensor | None, ...], grad: Tensor, active: tuple[bool, ...], batch: Batch
             ) -> Factors:
-                if used_otherwise:
-                    raise NotPerSample("its output, the same for all samples, is used in other ways than to be added")
                 return rule.factors(module, saved, grad, active, batch)
 
-            watched = getattr(adapted, "by_sample", adapted)  # ForAllSamples, of a lookup without a batch dimension
+            watched = adapted
+            if isinstance(adapted, ForAllSamples):  # of a lookup without a batch dimension
+                reason = "its output, the same for all samples, is used in other ways than to be added"
+                watched, adapted.on_other_use = adapted.by_sample, partial(parameters.give_up, reason)
             capture.record(use, watched, rule.kept(module, inputs, adapted), build, summed)
             return None if adapted is output else adapted
 

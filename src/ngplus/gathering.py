@@ -114,14 +114,17 @@ class Gathering:
     def _gather(self, matrix: ParameterMatrix, factors: Factors) -> None:
         group = self._groups[matrix.params[0]]
         small = not isinstance(factors, Lookup | Bags) or factors.rows <= CHECKED_ROWS
-        check = small and not matrix.checked and not many_ranks()
+        check = small and (not matrix.checked or matrix.own_forward) and not many_ranks()
         gathered = self._gathered.setdefault(id(matrix), self._gathers())
         gathered.take_in(matrix, factors, group, seed_of(group), check)
 
-    def _before_forward(self, changed: bool) -> None:
+    def _before_forward(self, changed: list[ParameterMatrix]) -> None:
         """Is the model one of several ranks'? And gradients thrown away (model.zero_grad()) take with them what was
         gathered."""
-        self._on_forward(changed)
+        self._on_forward(bool(changed))
+        for matrix in changed:
+            if self._gathered.pop(id(matrix), None) is not None:  # frozen or cast between two micro-batches
+                matrix.armed = False  # samples of one of them alone would not be those of the gradient
         if self.ranks is None:
             self.ranks = Ranks.of(nn.parallel.DistributedDataParallel._active_ddp_module, None)
         for matrix in self._matrices:

@@ -19,6 +19,7 @@ from torch import nn
 from ngplus.blocks import BothSides, Cut, NoSides, even_size
 from ngplus.layers import LayerRule, Layout, MatrixSpec, UnknownModuleRule, rule_for
 from ngplus.layers.matrix import kind_of
+from ngplus.layers.rule import has_own_forward
 
 # What side="auto" curves, beside the smaller side: eigenbases of long sides would cost more than they bring.
 WHOLE = 640  # rows of a side that has one basis; a longer one falls into blocks, each with a basis of its own
@@ -38,6 +39,7 @@ class ParameterMatrix:
         self.lookup = ""  # a table, whose rows are items that no basis should mix: "only" that, or "also"
         self.armed = False
         self.checked = False  # that the captured parts add up to the gradient
+        self.own_forward = False  # some module does with it what no rule has foreseen: that is looked at each time
         self.known = (
             False  # it has had a refresh, in this process or in that of its checkpoint, which has looked at that
         )
@@ -185,6 +187,7 @@ def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tupl
         looks_up = "only" if rule.looks_up else ""
         matrix.lookup = looks_up if not known or matrix.lookup == looks_up else "also"
         matrix.sparse = matrix.sparse or bool(getattr(module, "sparse", False))
+        matrix.own_forward = matrix.own_forward or has_own_forward(module)
         own = [(i, of_param[p][1]) for i, p in found if p in of_param and of_param[p][0] is matrix]
         if matrix.groups != spec.groups or any(matrix.kinds[part] != spec.kinds[i] for i, part in own):
             clashes.update(p for _, p in found)  # what is new is none of its columns
@@ -206,7 +209,7 @@ def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tupl
     claimed: set[nn.Module] = set()
     unknown = UnknownModuleRule()
     for module in model.modules() if model is not None else ():
-        if module in claimed:
+        if module in claimed or isinstance(module, torch.jit.ScriptModule):  # whose parameters are not to be watched
             continue
         rule = rule_for(module)
         if rule is not None:

@@ -67,6 +67,22 @@ def test_a_parameter_is_frozen_between_backward_and_step(options: str, frozen: s
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:No per-sample curvature")
+@pytest.mark.parametrize("frozen", ["0.weight", "0.bias", "4.weight", "4.bias"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_parameter_is_frozen_between_two_micro_batches(options: str, frozen: str) -> None:
+    model = net()
+    optimizer = ngplus.NGPlus(model, lr=1e-3, update_every=2, **OPTIONS[options])
+    for k in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        model.get_parameter(frozen).requires_grad_(k not in (2, 3))
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        model.get_parameter(frozen).requires_grad_(True)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_the_model_is_cast(options: str, dtype: torch.dtype) -> None:
@@ -168,7 +184,7 @@ class Weighed(nn.Module):
         y = self.head(x)
         for w in weights:
             y = y * w
-        return y, torch.stack([y, y, y])
+        return y, torch.stack([y, y, y]), *weights
 
 
 class LastState(nn.Module):

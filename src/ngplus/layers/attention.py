@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.nn.modules.module as _module
 from torch import Tensor, nn
 
 from ngplus.factors import Factors, Outer
@@ -54,18 +55,24 @@ class MultiheadAttentionRule(LayerRule):
         handles: list[Any] = []
 
         def stands_between(module: nn.MultiheadAttention) -> bool:
-            """Would a hook that was registered later see projected inputs, or an output without its projection?"""
+            """Would any other hook see projected inputs, or an output without its projection?"""
             first, last = next(iter(module._forward_hooks)), next(reversed(module._forward_pre_hooks))
-            return [last, first] != [handle.id for handle in handles]
+            others = (module._backward_hooks, module._backward_pre_hooks, _module._global_forward_hooks)
+            return [last, first] != [handle.id for handle in handles] or any(others)
 
         def before(module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             under_way.append(False)
             matrices = range(len(self.matrices(module)))
             if not any(watcher.recording(i) for i in matrices):
                 return None
+            reason = ""
             if stands_between(module):
-                for i in matrices:
-                    watcher.refuse(i, "a hook stands between its module's inputs or output and the projections")
+                reason = "a hook stands between its module's inputs or output and the projections"
+            elif not _are_plain(module):
+                reason = "a projection of its module is no plain parameter"
+            for i in matrices if reason else ():
+                watcher.refuse(i, reason)
+            if reason:
                 return None
             given: dict[str, Any] = {**dict(zip(("query", "key", "value"), args[:3], strict=False)), **kwargs}
             query, key, value = given.get("query"), given.get("key"), given.get("value")
@@ -167,6 +174,14 @@ class _Identity(Tensor):
         if func is F.linear:
             return args[0].contiguous()
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def _are_plain(module: nn.MultiheadAttention) -> bool:
+    """Are all projections registered parameters, which an attribute of the instance can stand before? A parametrized
+    one is a property of its class, which comes first."""
+    owners: list[tuple[nn.Module, str]] = [(module, name) for name in ("in_proj_weight", *_SHADOWED)]
+    owners += [(module.out_proj, name) for name in ("weight", "bias")]
+    return all(name in owner._parameters and not hasattr(type(owner), name) for owner, name in owners)
 
 
 _SHADOWED = ("in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")

@@ -6,7 +6,7 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,10 +41,8 @@ class EmbeddingRule(LayerRule):
     def adapt(self, module: nn.Module, inputs: Inputs, output: Any, batch: Batch) -> Any:
         (index,) = inputs
         assert index is not None
-        shared = batch.dim == 0 and index.dim() > 1 and len(index) == 1 and (batch.size or 0) > 1
-        if not shared or batch.size is None:
-            return output
-        return ForAllSamples.of(output, output.expand(batch.size, *output.shape[1:]), [])
+        shared = batch.dim == 0 and index.dim() > 1 and len(index) == 1 and output.shape[:-1] == index.shape
+        return ForAllSamples.of(output, batch.size) if shared and (batch.size or 0) > 1 else output  # type: ignore[arg-type]
 
     def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         assert isinstance(module, nn.Embedding)
@@ -67,23 +65,22 @@ _ELEMENTWISE = {
 }
 
 
-_SAME = {"to", "contiguous", "float", "double", "half", "bfloat16", "type_as", "clone"}  # the same numbers elsewhere
-
-
 class ForAllSamples(Tensor):
     """A tensor [1, ...] that is the same for all samples. In sums with a batch, and where it is expanded to one,
-    ``by_sample`` stands for it, [samples, ...], whose gradient tells the samples apart; everywhere else it is what it
-    was, and ``used_otherwise`` has an entry."""
+    ``by_sample`` stands for it, [samples, ...], whose gradient tells the samples apart. Everywhere else it is what it
+    was, and ``on_other_use`` is called."""
 
     whole: Tensor
     by_sample: Tensor
-    used_otherwise: list[bool]
+    made: tuple[Any, ...]
+    on_other_use: Callable[[], None] | None
 
     @classmethod
-    def of(cls, whole: Tensor, by_sample: Tensor, used_otherwise: list[bool]) -> ForAllSamples:
-        made = whole.as_subclass(cls)
-        made.whole, made.by_sample, made.used_otherwise = whole, by_sample, used_otherwise
-        return made
+    def of(cls, whole: Tensor, samples: int) -> ForAllSamples:
+        shared = whole.as_subclass(cls)
+        shared.whole, shared.by_sample = whole, whole.expand(samples, *whole.shape[1:])
+        shared.made, shared.on_other_use = _mark(whole), None
+        return shared
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,18 +88,27 @@ class ForAllSamples(Tensor):
         shared = [x for x in leaves if isinstance(x, cls)]
         batches = {x.shape for x in leaves if isinstance(x, Tensor) and not isinstance(x, cls)}
         name = getattr(func, "__name__", "")
-        summed = name in _ELEMENTWISE and all(x.by_sample.shape in batches for x in shared)
+        whole = all(x.made == _mark(x.whole) for x in shared)  # nothing was written to it
+        summed = whole and name in _ELEMENTWISE and all(x.by_sample.shape in batches for x in shared)
         plain = [x if not isinstance(x, cls) else x.by_sample if summed else x.whole for x in leaves]
         given, named = pytree.tree_unflatten(plain, tree)
         out = func(*given, **named)
-        if name in _SAME and len(shared) == 1 and args and args[0] is shared[0]:
-            return cls.of(out, func(shared[0].by_sample, *given[1:], **named), shared[0].used_otherwise)
-        if name == "expand" and out.shape == shared[0].by_sample.shape:
+        if summed:
+            return out
+        if whole and name == "expand" and out.shape == shared[0].by_sample.shape:
             return shared[0].by_sample
-        if not summed and any(isinstance(x, Tensor) for x in pytree.tree_leaves(out)):  # no mere look at its shape
+        if whole and len(shared) == 1 and out is shared[0].whole:  # as of .to(device) on that device
+            return shared[0]
+        if out is None or any(isinstance(x, Tensor) for x in pytree.tree_leaves(out)):  # no mere look at its shape
             for x in shared:
-                x.used_otherwise.append(True)
+                if x.on_other_use is not None:
+                    x.on_other_use()
         return out
+
+
+def _mark(tensor: Tensor) -> tuple[Any, ...]:
+    """Of a tensor: where it lies, its form, and how often it was changed."""
+    return tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride()
 
 
 def _entry_weights(module: nn.Embedding | nn.EmbeddingBag, index: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -225,7 +225,10 @@ def has_own_forward(module: nn.Module) -> bool:
     """Is it a subclass of the class that a rule was written for, with a forward of its own, or was it given one?"""
     for cls in type(module).__mro__:
         if cls in _RULES or f"{cls.__module__}.{cls.__qualname__}" in _RULES:
-            return "forward" in module.__dict__ or type(module).forward is not getattr(cls, "forward", None)
+            names = ("forward", "_conv_forward")
+            return any(
+                n in module.__dict__ or getattr(type(module), n, None) is not getattr(cls, n, None) for n in names
+            )
     return False
 
 

@@ -9,6 +9,7 @@ On the way from gradient to step: the rule between capture and factors where the
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -129,9 +130,9 @@ class _Build:
 def _without_hooks(module: nn.Module) -> nn.Module:
     """The same module to be called once more: hooks do not run again, and what it notes of a call stays as it was."""
     bare = object.__new__(type(module))
-    bare.__dict__.update(module.__dict__)
-    for name in ("_parameters", "_buffers", "_modules"):
-        bare.__dict__[name] = dict(module.__dict__[name])
+    for name, value in module.__dict__.items():
+        bare.__dict__[name] = copy.copy(value) if isinstance(value, list | dict | set) else value
+    bare.__dict__["_modules"] = {name: child and _without_hooks(child) for name, child in module._modules.items()}
     for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         bare.__dict__[name] = OrderedDict()
     return bare
