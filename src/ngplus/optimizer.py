@@ -281,6 +281,8 @@ class NGPlus(CapturedOptimizer):
             return Fresh(stacks)
         if gathered is None:
             fresh = curvatures.mini_batch(matrix, work.gradient, group, seed_of(group))
+            if self._team(matrix) is not None:  # as from samples, where ranks add up L: a checkpoint has one form
+                fresh = Fresh(fresh.dense())
         else:
             fresh = curvatures.per_sample(gathered, group, matrix.cut_of(group), captured_scale())
         bad = ~fresh.finite()

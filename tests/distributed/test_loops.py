@@ -194,3 +194,27 @@ def test_a_momentum_buffer_that_is_not_sharded_is_refused(ranks: Callable[[int],
     for said in ranks(2).run(with_a_whole_buffer):
         assert len(said) == 1
         assert "set_optimizer_state_dict" in said[0]
+
+
+def saved_and_loaded(rank: int, world: int, kind: str, solver: str, folder: str) -> list[list[Tensor]]:
+    """The parameters of a run that goes on, and of one that goes on from its checkpoint."""
+    net, optimizer = made(kind, world, solver=solver, **OPTIONS["inverse"])
+    plain_steps(net, optimizer, range(4), rank, world)
+    states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
+    dcp.save(states, checkpoint_id=folder)
+    plain_steps(net, optimizer, range(4, STEPS), rank, world)
+    again, other = made(kind, world, solver=solver, **OPTIONS["inverse"])
+    states = dict(zip(("model", "optimizer"), get_state_dict(again, other), strict=True))
+    dcp.load(states, checkpoint_id=folder)
+    set_state_dict(again, other, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    plain_steps(again, other, range(4, STEPS), rank, world)
+    return [parameters(net), parameters(again)]
+
+
+@pytest.mark.parametrize("solver", ["auto", "dense", "woodbury", "sketched"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_every_solver_s_checkpoint_is_loaded_again(
+    ranks: Callable[[int], Pool], tmp_path: Path, kind: str, solver: str
+) -> None:
+    for went_on, resumed in ranks(2).run(saved_and_loaded, kind, solver, str(tmp_path / "saved")):
+        torch.testing.assert_close(resumed, went_on, rtol=0, atol=0)
