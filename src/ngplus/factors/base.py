@@ -61,9 +61,9 @@ class Summed:
     source: object = None
 
     @staticmethod
-    def mark(grad: Tensor) -> object:
-        """Of a gradient: where it lies, and how often it has been changed."""
-        return grad.data_ptr(), grad._version, grad.shape, grad.stride()
+    def mark(tensor: Tensor) -> object:
+        """Of a gradient, or any tensor: where it lies, its form, and how often it has been changed."""
+        return tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride()
 
     def take(self, grad: Tensor) -> Tensor | None:
         """The sum, once, where it was made from just this gradient."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ngplus.factors import Bags, Factors, Lookup, as_lookup
+from ngplus.factors import Bags, Factors, Lookup, Summed, as_lookup
 from ngplus.layers.matrix import MatrixSpec
 from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, NotPerSample, register_layer
 
@@ -72,14 +72,14 @@ class ForAllSamples(Tensor):
 
     whole: Tensor
     by_sample: Tensor
-    made: tuple[Any, ...]
+    made: object  # what tells that nobody has written to it since
     on_other_use: Callable[[], None] | None
 
     @classmethod
     def of(cls, whole: Tensor, samples: int) -> ForAllSamples:
         shared = whole.as_subclass(cls)
         shared.whole, shared.by_sample = whole, whole.expand(samples, *whole.shape[1:])
-        shared.made, shared.on_other_use = _mark(whole), None
+        shared.made, shared.on_other_use = Summed.mark(whole), None
         return shared
 
     @classmethod
@@ -88,7 +88,7 @@ class ForAllSamples(Tensor):
         shared = [x for x in leaves if isinstance(x, cls)]
         batches = {x.shape for x in leaves if isinstance(x, Tensor) and not isinstance(x, cls)}
         name = getattr(func, "__name__", "")
-        whole = all(x.made == _mark(x.whole) for x in shared)  # nothing was written to it
+        whole = all(x.made == Summed.mark(x.whole) for x in shared)
         summed = whole and name in _ELEMENTWISE and all(x.by_sample.shape in batches for x in shared)
         plain = [x if not isinstance(x, cls) else x.by_sample if summed else x.whole for x in leaves]
         given, named = pytree.tree_unflatten(plain, tree)
@@ -104,11 +104,6 @@ class ForAllSamples(Tensor):
                 if x.on_other_use is not None:
                     x.on_other_use()
         return out
-
-
-def _mark(tensor: Tensor) -> tuple[Any, ...]:
-    """Of a tensor: where it lies, its form, and how often it was changed."""
-    return tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride()
 
 
 def _entry_weights(module: nn.Embedding | nn.EmbeddingBag, index: Tensor, dtype: torch.dtype) -> Tensor | None:
