@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from ngplus import matrices
 
 pytestmark = pytest.mark.usefixtures("double")
 
+BASES = ("basis", "basis_tail", "basis_tail2", "basis_tail3")
 BARE = {"scaling": "adaptive", "curvature": "sample", "side": "smaller", "nesterov": False, "early_refreshes": False}
 
 
@@ -216,18 +218,18 @@ def test_adaptive_scaling_of_both_sides(shape: tuple[int, int], every: int, kind
 
 
 class PlainBlocks(PlainDefault):
-    """The default for long sides: a basis for each block of a side, of as few equal ones as can be."""
+    """The default for long sides: a basis for each block of a side, of as few equal ones as can be, by default."""
 
-    def __init__(self, whole: int, block: int) -> None:
+    def __init__(self, whole: int, block: int, sizes: dict[int, int] | None = None) -> None:
         super().__init__()
-        self.whole, self.block = whole, block
+        self.whole, self.block, self.sizes = whole, block, sizes or {}
 
     def basis(self, matrix: Tensor) -> Tensor:
         d = matrix.shape[-1]
         if d <= self.whole:
             return super().basis(matrix)
         count = math.ceil(d / self.block)
-        size = math.ceil(d / count)
+        size = self.sizes.get(d, math.ceil(d / count))
         blocks = [matrix[:, at : at + size, at : at + size] for at in range(0, d, size)]
         return torch.block_diag(*(super(PlainBlocks, self).basis(block)[0] for block in blocks))[None]
 
@@ -256,19 +258,50 @@ def test_long_sides_have_a_basis_for_each_block(
     assert abs(entry.state_bytes - planned.state_bytes) <= floor
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_bases_of_channels_with_their_kernel(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WHOLE", 5), ("BLOCK", 3), ("PATCH", 8)):
+        monkeypatch.setattr(matrices, name, value)
+    model = nn.Conv2d(3, 6, 2, bias=bias)  # of three channels with four places two fit into a block
+    plain, optimizer = PlainBlocks(5, 3, {12 + bias: 8}), ngplus.NGPlus(model)
+
+    def matrix(tensors: Iterable[Tensor | None]) -> Tensor:
+        return torch.cat([t.reshape(6, -1) for t in tensors if t is not None], 1)[None]
+
+    for k in range(30):
+        x = torch.randn(5, 3, 4, 4)
+        grads = []
+        for sample in x:
+            model.zero_grad()
+            model(sample[None]).tanh().square().mean().backward()
+            grads.append(matrix(p.grad for p in model.parameters()))
+        before = matrix(p.detach() for p in model.parameters())
+        wanted = plain(k, torch.stack(grads), before)
+        optimizer.zero_grad()
+        model(x).tanh().square().mean().backward()
+        optimizer.step()
+        after = matrix(p.detach() for p in model.parameters())
+        assert ref.relative_error(before - after, 0.01 * wanted) < 1e-6, k
+    assert optimizer.plan()["weight"].blocks == 2 + 2
+
+
 @pytest.mark.parametrize(
     ("shape", "side", "blocks"),
     [
-        ((640, 300), "both", 2),
-        ((640, 640), "both", 2),
-        ((641, 640), "both", 1 + 6),
-        ((2000, 600), "both", 1 + 16),
-        ((2999, 600), "both", 1 + 24),
-        ((3000, 600), "left", 1),
+        ((160, 160), "both", 2),
+        ((161, 160), "both", 1 + 4),  # in blocks of 4 roots of the rows at most
+        ((256, 257), "both", 4 + 4),
+        ((640, 300), "both", 5 + 7),
+        ((641, 640), "both", 7 + 7),
+        ((2000, 600), "both", 7 + 16),  # and of 128
+        ((2999, 600), "both", 7 + 24),
+        ((3000, 600), "left", 7),
         ((4096, 1024), "both", 8 + 32),
         ((4097, 1024), "both", 8 + 33),  # with the bias as a column
         ((5120, 1024), "left", 8),
         ((100, 5000), "right", 1),
+        ((128, 640), "both", 1 + 7),
+        ((128, 641), "right", 1),
     ],
 )
 def test_which_sides_the_default_curves(shape: tuple[int, int], side: str, blocks: int) -> None:
@@ -280,6 +313,35 @@ def test_which_sides_the_default_curves(shape: tuple[int, int], side: str, block
     assert (entry.side, entry.blocks) == (
         ("both", 2) if max(shape) <= 640 else ("left" if shape[0] >= shape[1] else "right", 1)
     )
+
+
+@pytest.mark.parametrize(
+    ("layer", "sizes"),
+    [
+        (nn.Conv2d(16, 32, 3, bias=False), [32, 144]),
+        (nn.Conv2d(19, 32, 3, bias=False), [32, 9 * 10, 9 * 9]),
+        (nn.Conv2d(32, 32, 3), [32, 144, 144, 1]),  # the bias by itself
+        (nn.Conv2d(64, 64, 3, bias=False), [64, 144, 144, 144, 144]),
+        (nn.Conv2d(40, 20, 3), [20, 9 * 14, 9 * 14, 9 * 12 + 1]),
+        (nn.Conv2d(8, 48, 5, bias=False), [48, 100, 100]),
+        (nn.Conv1d(100, 180, 3, bias=False), [*[45] * 4, *[3 * 34] * 2, 3 * 32]),
+        (nn.Conv2d(96, 64, 3, groups=2, bias=False), [*[32] * 2, *[144] * 6]),
+        (nn.ConvTranspose2d(32, 24, 3, bias=False), [24, 144, 144]),
+        (nn.Conv2d(256, 200, 1, bias=False), [*[50] * 4, *[64] * 4]),
+        (nn.Conv2d(3, 192, 16, stride=16, bias=False), [*[48] * 4, *[110] * 6, 108]),  # no channel fits into a block
+    ],
+    ids=str,
+)
+def test_the_blocks_of_a_convolution_hold_whole_channels(layer: nn.Module, sizes: list[int]) -> None:
+    layer = copy.deepcopy(layer).double()
+    optimizer = ngplus.NGPlus(layer)
+    inputs = (2, 100, 5) if isinstance(layer, nn.Conv1d) else (2, layer.in_channels, 16, 16)
+    layer(torch.randn(inputs)).square().mean().backward()
+    optimizer.step()
+    held = optimizer.state[layer.weight]
+    found = [size for name in BASES if name in held for size in [held[name].shape[-1]] * len(held[name])]
+    assert sorted(found) == sorted(sizes)
+    assert optimizer.plan()["weight"].blocks == len(sizes)
 
 
 @pytest.mark.parametrize("options", [{}, {"curvature": "batch"}, {"second_moment": "full"}, {"drift": 0.1}], ids=str)
@@ -306,7 +368,7 @@ def test_blocks_of_both_sides_of_every_kind_of_layer(options: dict[str, Any], mo
         return found
 
     whole = trained()
-    blocks = trained(WHOLE=0, BLOCK=100, LONGER=100)  # one block a side
+    blocks = trained(WHOLE=0, BLOCK=100, ROOTS=100, PATCH=0)  # one block a side
     for one, other in zip(whole, blocks, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
     cut = trained(WHOLE=3, BLOCK=2)

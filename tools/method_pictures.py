@@ -91,7 +91,7 @@ def layer(colours: dict[str, str]) -> str:
     d.box(710, 50, 130, 130, "l", 0.35)
     d.text(775, 121, "R", 20, "ink", bold=True)
     d.text(775, 200, "n x n, the larger: kept,", 12, "faint")
-    d.text(775, 216, "above 640 rows in blocks", 12, "faint")
+    d.text(775, 216, "above 160 rows in blocks", 12, "faint")
     d.text(430, 252, "L = mean of GᵢGᵢᵀ = mean of ‖aᵢ‖² gᵢgᵢᵀ   and   R = mean of GᵢᵀGᵢ = mean of ‖gᵢ‖² aᵢaᵢᵀ", 15)
     d.text(430, 278, "each is one product of a tall matrix with itself, and nothing of the size of all Gᵢ", 12, "faint")
     return d.svg()

@@ -300,7 +300,9 @@ def _floor(state: State, second: Sequence[Tensor], group: Group) -> Tensor:
 
 
 Blocks = Sequence[Tensor]  # of one side: the bases of its blocks, or the one of the whole side; none where it is flat
-Bases = tuple[Blocks, Blocks]  # of the first curved side, and of the other one where that is curved, too
+# Of the first curved side, blocks of one size in a stack; of the other one, where that is curved, too, each by itself,
+# [groups, p, p]:
+Bases = tuple[Blocks, Blocks]
 
 
 def _bases(held: Blocks | None, stacks: Sequence[Tensor]) -> list[Bases]:
@@ -313,7 +315,7 @@ def _bases(held: Blocks | None, stacks: Sequence[Tensor]) -> list[Bases]:
     groups, d, _ = gradient.shape
     ends = list(accumulate(len(q) * q.shape[-1] for q in held))
     first = ends.index(groups * d) + 1
-    return [(held[:first], held[first:])]
+    return [(held[:first], [q for stack in held[first:] for q in stack.unflatten(0, (groups, -1)).unbind(1)])]
 
 
 def _into(bases: Bases, gradient: Tensor) -> Tensor:
@@ -342,14 +344,14 @@ def _across(x: Tensor, blocks: Blocks) -> Tensor:
     """X Q^T, each block of columns at its place."""
     if not blocks:
         return x
-    if len(blocks) == 1 and blocks[0].shape[0] == x.shape[0]:
+    if len(blocks) == 1:
         return torch.bmm(x, blocks[0].mT)
-    each = [q for stack in blocks for q in stack.unflatten(0, (len(x), -1)).unbind(1)]
-    columns = x.split([q.shape[-1] for q in each], dim=-1)
+    widths = [q.shape[-1] for q in blocks]
+    columns = x.split(widths, dim=-1)
     if torch.compiler.is_compiling():  # which has no products that are written in between
-        return torch.cat([torch.bmm(part, q.mT) for part, q in zip(columns, each, strict=True)], dim=-1)
+        return torch.cat([torch.bmm(part, q.mT) for part, q in zip(columns, blocks, strict=True)], dim=-1)
     out = x.new_empty(x.shape)
-    for part, q, place in zip(columns, each, out.split([q.shape[-1] for q in each], dim=-1), strict=True):
+    for part, q, place in zip(columns, blocks, out.split(widths, dim=-1), strict=True):
         torch.bmm(part, q.mT, out=place)
     return out
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from ngplus.layers.matrix import kind_of
 from ngplus.layers.rule import has_own_forward
 
 # What side="auto" curves, beside the smaller side: eigenbases of long sides would cost more than they bring.
-WHOLE = 640  # rows of a side that has one basis; a longer one falls into blocks, each with a basis of its own
-BLOCK = 128  # rows of such a block at most
-LONGER = 5  # times the smaller side: a larger one above WHOLE has no basis where it is that long or longer
+WHOLE = 160  # rows of a side that has one basis; a longer one falls into blocks, each with a basis of its own
+BLOCK = 128  # rows of such a block at most, and
+ROOTS = 4  # times the root of the side's rows
+PATCH = 144  # of a convolution's inputs, the columns of a block at most: whole channels, with all places of the kernel
+LONG, LONGER = 640, 5  # a larger side above so many rows has no basis where it is so many times the smaller one
 
 
 class ParameterMatrix:
@@ -118,8 +121,11 @@ class ParameterMatrix:
         vectors = all(kind == "column" for kind in self.kinds)
         if wanted == "auto" and (vectors or (self.lookup == "only" and not self.sparse)):
             return NoSides(self.groups, d, d)
-        size, other_size = (even_size(x, BLOCK) if x > WHOLE and wanted == "auto" else x for x in (d, other))
-        short = other <= WHOLE or (wanted == "auto" and other < LONGER * d)
+        size, other_size = d, other
+        if wanted == "auto":
+            rows, cols = _block_size(self.layout.rows), _block_size(self.layout.cols, self.layout.places)
+            size, other_size = (rows, cols) if left else (cols, rows)
+        short = other <= LONG or (wanted == "auto" and other < LONGER * d)
         if wanted in ("auto", "both") and not (self.lookup or vectors) and short and other > 1:
             return BothSides(self.groups, d, size, other, other_size)
         return Cut.of(self.groups, d, size if block_size is None else block_size)
@@ -137,6 +143,16 @@ class ParameterMatrix:
         if key not in self._cuts:
             self._cuts[key] = self.cut(*key)
         return self._cuts[key]
+
+
+def _block_size(length: int, places: int = 1) -> int:
+    """Rows of the bases of a side so long, by the default: all, or those of equal blocks. ``places`` of a kernel that
+    are seen through the same channel stay together: neighbouring pixels are what a basis has most to tell apart."""
+    if length <= WHOLE:
+        return length
+    if 1 < places <= PATCH:
+        return places * even_size(length // places, PATCH // places)
+    return even_size(length, min(BLOCK, ceil(ROOTS * length**0.5)))
 
 
 @dataclass

@@ -106,10 +106,11 @@ class NGPlus(CapturedOptimizer):
         samples: size or fraction of the random sub-sample S of the batch; None is the whole batch.
         side: ``"smaller"`` (left where m <= n), ``"left"`` or ``"right"``. With ``scaling="adaptive"`` also ``"both"``:
             the bases of L and of R where the larger one has 640 rows or less; the smaller side's elsewhere, and of
-            vectors (those of norm layers) and tables. ``"auto"`` is the same up to 640 rows; a longer side falls into
-            blocks of 128 rows at most, each with a basis of its own, and a larger side above 640 has none where it is
-            five times the smaller one or more. It leaves to plain Adam vectors, and tables that are only looked up and
-            have no sparse gradients; with ``scaling="inverse"``, blocks or a sketch it is ``"smaller"``.
+            vectors (those of norm layers) and tables. ``"auto"`` is the same up to 160 rows; a longer side d falls into
+            blocks of 4 sqrt(d) rows, 128 at most, each with a basis of its own (of a convolution's inputs, whole
+            channels of 144 columns at most), and a larger side above 640 has none where it is five times the smaller
+            one or more. It leaves to plain Adam vectors, and tables that are only looked up and have no sparse
+            gradients; with ``scaling="inverse"``, blocks or a sketch it is ``"smaller"``.
         solver: ``"dense"`` (Cholesky), ``"woodbury"``, ``"sketched"`` (sketched least squares), or ``"auto"``, the
             cheapest exact one for each layer.
         block_size: p of the block-diagonal form.

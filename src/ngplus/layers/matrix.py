@@ -66,6 +66,7 @@ class Layout:
         self.rows = sizes[0][0]
         self.widths = [cols for _, cols in sizes]
         self.cols = sum(self.widths)
+        self.places = prod(shapes[0][2:]) if kinds[0] != "column" else 1  # of a kernel: columns of one input channel
 
     def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Each as the columns that it takes, [groups, m, width]; a view unless it is turned."""
