@@ -146,11 +146,12 @@ def _pieces(
 
 
 def _add_products(total: list[Tensor], ys: Sequence[Tensor], zs: Sequence[Tensor]) -> None:
-    """total += y z^T, begun with zeros where there is none yet; lower triangles only."""
-    if not total:
-        total += [y.new_zeros(len(y), y.shape[1], y.shape[1]) for y in ys]
-    for acc, y, z in zip(total, ys, zs, strict=True):
-        _add_lower(acc, y, z)
+    """total += y z^T, begun where there is none yet; lower triangles only."""
+    if total:
+        for acc, y, z in zip(total, ys, zs, strict=True):
+            _add_lower(acc, y, z)
+    else:
+        total += [_lower(y, z) for y, z in zip(ys, zs, strict=True)]
 
 
 def gfim_root(
@@ -165,10 +166,23 @@ def _panel(d: int) -> int:
     return d if d < 256 else min(256, -(-d // 256) * 64)
 
 
+def _lower(a: Tensor, b: Tensor) -> Tensor:
+    """a b^T, of which, since it is symmetric, only the panels of rows up to their diagonal blocks are made."""
+    d = a.shape[1]
+    if _panel(d) == d:
+        return torch.bmm(a, b.mT)
+    total = a.new_zeros(len(a), d, d)
+    _add_lower(total, a, b)
+    return total
+
+
 def _add_lower(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b^T, of which, since it is symmetric, only the panels of rows up to their diagonal blocks are made."""
+    """The same, added to what there is."""
     d = total.shape[-1]
     panel = _panel(d)
+    if panel == d:
+        torch.baddbmm(total, a, b.mT, out=total)
+        return
     for start in range(0, d, panel):
         end = min(d, start + panel)
         rows = total[:, start:end, :end]
