@@ -328,6 +328,10 @@ def test_which_sides_the_default_curves(shape: tuple[int, int], side: str, block
         (nn.Conv2d(96, 64, 3, groups=2, bias=False), [*[32] * 2, *[144] * 6]),
         (nn.ConvTranspose2d(32, 24, 3, bias=False), [24, 144, 144]),
         (nn.Conv2d(256, 200, 1, bias=False), [*[50] * 4, *[64] * 4]),
+        (nn.Conv2d(128, 128, 3, bias=False), [128, *[144] * 8]),  # nine times as long, but as many channels
+        (nn.Conv2d(159, 32, 3, bias=False), [32, *[144] * 9, 135]),
+        (nn.Conv2d(160, 32, 3, bias=False), [32]),  # five times as many
+        (nn.Conv2d(32, 161, 3, bias=False), [*[41] * 3, 38, 144, 144]),
         (nn.Conv2d(3, 192, 16, stride=16, bias=False), [*[48] * 4, *[110] * 6, 108]),  # no channel fits into a block
     ],
     ids=str,

@@ -127,7 +127,7 @@ class Gathering:
                 matrix.armed = False  # samples of one of them alone would not be those of the gradient
         if self.ranks is None:
             self.ranks = Ranks.of(nn.parallel.DistributedDataParallel._active_ddp_module, None)
-        for matrix in self._matrices:
+        for matrix in self._matrices if self._gathered else ():
             # FSDP2 keeps the gradients of accumulated micro-batches to itself.
             dropped = all(p.grad is None for p in matrix.params) and not any(map(holds_gradients, matrix.managed))
             if id(matrix) in self._gathered and dropped:

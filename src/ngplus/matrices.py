@@ -125,7 +125,8 @@ class ParameterMatrix:
         if wanted == "auto":
             rows, cols = _block_size(self.layout.rows), _block_size(self.layout.cols, self.layout.places)
             size, other_size = (rows, cols) if left else (cols, rows)
-        short = other <= LONG or (wanted == "auto" and other < LONGER * d)
+        channels = other // self.layout.places if left else other
+        short = other <= LONG or (wanted == "auto" and channels < LONGER * d)
         if wanted in ("auto", "both") and not (self.lookup or vectors) and short and other > 1:
             return BothSides(self.groups, d, size, other, other_size)
         return Cut.of(self.groups, d, size if block_size is None else block_size)

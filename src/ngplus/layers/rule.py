@@ -9,6 +9,7 @@ On the way from gradient to step: between capture, which calls the rule of a lay
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -243,6 +244,8 @@ def is_made_by(node: str, output: Tensor, x: Tensor, parameters: Sequence[Tensor
     return made.next_functions[0][0] is source and all(f is w for f, w in zip(found, wanted, strict=True))
 
 
-def no_mixed_precision(device: torch.device) -> torch.autocast:
+def no_mixed_precision(device: torch.device) -> AbstractContextManager[object]:
     """Curvature is worked out in the precision of its tensors, whatever the forward pass is cast to."""
+    if not torch.is_autocast_enabled(device.type):  # as most often: entering and leaving costs as much as a small layer
+        return nullcontext()
     return torch.autocast(device_type=device.type, enabled=False)
