@@ -329,8 +329,10 @@ def test_which_sides_the_default_curves(shape: tuple[int, int], side: str, block
         (nn.ConvTranspose2d(32, 24, 3, bias=False), [24, 144, 144]),
         (nn.Conv2d(256, 200, 1, bias=False), [*[50] * 4, *[64] * 4]),
         (nn.Conv2d(128, 128, 3, bias=False), [128, *[144] * 8]),  # nine times as long, but as many channels
-        (nn.Conv2d(159, 32, 3, bias=False), [32, *[144] * 9, 135]),
-        (nn.Conv2d(160, 32, 3, bias=False), [32]),  # five times as many
+        (nn.Conv2d(359, 72, 3, bias=False), [72, *[144] * 22, 63]),
+        (nn.Conv2d(360, 72, 3, bias=False), [72]),  # five times as many
+        (nn.Conv2d(90, 67, 3, bias=False), [67]),  # a block would have more than twice the rows of the smaller side
+        (nn.Conv1d(100, 100, 65, groups=4, padding=32, bias=False), [25] * 4),
         (nn.Conv2d(32, 161, 3, bias=False), [*[41] * 3, 38, 144, 144]),
         (nn.Conv2d(3, 192, 16, stride=16, bias=False), [*[48] * 4, *[110] * 6, 108]),  # no channel fits into a block
     ],
@@ -377,6 +379,26 @@ def test_blocks_of_both_sides_of_every_kind_of_layer(options: dict[str, Any], mo
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
     cut = trained(WHOLE=3, BLOCK=2)
     assert not any(torch.allclose(one, other) for one, other in zip(whole, cut, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 224, 224), (16, 3, 64, 64), (64, 256, 64)])
+def test_a_lone_parameter_of_many_dimensions_is_no_kernel(shape: tuple[int, ...]) -> None:
+    """An image that is optimised, or experts in one tensor, have no channels: the long side has no basis."""
+    model = nn.Module()
+    model.lone = nn.Parameter(torch.empty(shape, device="meta"))
+    (entry,) = ngplus.NGPlus(model).plan(batch_size=8)
+    assert (entry.side, entry.blocks) == ("left", 1)
+
+
+def test_curvature_that_was_made_for_other_blocks() -> None:
+    model = nn.Linear(6, 8)
+    optimizer = ngplus.NGPlus(model, scaling="inverse")
+    train(model, optimizer, torch.randn(5, 6), torch.randn(5, 8))
+    optimizer.param_groups[0]["block_size"] = 3
+    with pytest.raises(RuntimeError, match="made for other blocks"):
+        optimizer.curvature("weight")
+    train(model, optimizer, torch.randn(5, 6), torch.randn(5, 8))
+    assert optimizer.curvature("weight").matrix.shape == (7, 7)
 
 
 def test_a_table_without_a_basis_has_means_over_its_rows_and_columns() -> None:

@@ -324,7 +324,7 @@ class Capture:
         together: dict[Call, list[Factors]] = {}
         for call, factors in self._ready.pop(id(matrix), []):
             together.setdefault(call.first, []).append(factors)
-        with torch.no_grad():
+        with torch.no_grad(), no_mixed_precision(matrix.params[0].device):
             for uses in together.values():
                 for factors in join(uses):
                     self._sink(matrix, factors)

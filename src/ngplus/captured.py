@@ -22,6 +22,7 @@ from ngplus.faults import Trouble, keep_last_good, look, norms_of, zero_where
 from ngplus.gathering import Gathering
 from ngplus.gradients import agree, gradient_norms, gradient_parts
 from ngplus.health import FETCH_EVERY, Health
+from ngplus.layers.rule import no_mixed_precision
 from ngplus.matrices import ParameterMatrix
 from ngplus.notices import warn
 from ngplus.solve import Product
@@ -131,6 +132,11 @@ class CapturedOptimizer(BoundOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with no_mixed_precision(next(iter(self._names)).device):
+            self._take_step()
+        return loss
+
+    def _take_step(self) -> None:
         repeated = self._repeated()
         directions, length = (self._directions(), None) if repeated is None else repeated
         if directions is not None:
@@ -141,12 +147,12 @@ class CapturedOptimizer(BoundOptimizer):
             self._advance()
             self._remember(True)
         self._ledger.tell()
-        return loss
 
     @torch.no_grad()
     def _replace_gradients(self) -> None:
         """Each .grad becomes its direction: for another optimizer's step. Zeros where there is no finite one."""
-        directions = self._directions()
+        with no_mixed_precision(next(iter(self._names)).device):
+            directions = self._directions()
         if directions is None:
             if self._skip is not None:
                 for param in self._names:

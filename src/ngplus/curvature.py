@@ -360,10 +360,16 @@ def products(state: State, parts: Sequence[Tensor], side: str, group: Group) -> 
 def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: Fresh | None) -> Tensor:
     """L or R, [groups, d, d]: as it was gathered, or recovered from what the steps keep."""
     cut = matrix.cut_of(group)
-    for stacks in (read(state, "curvature"), held.dense() if held is not None else None):
+    whole = [read(state, "curvature"), None if held is None else held.dense()]
+    factor, inverse, basis = read(state, "factor"), read(state, "inverse"), read(state, "basis")
+    for stacks in (*whole, factor, inverse, basis):
+        if stacks is not None and [x.shape[:2] for x in stacks] != cut.shapes:
+            raise RuntimeError(
+                f"The curvature of {matrix.name!r} was made for other blocks: the next step makes it anew"
+            )
+    for stacks in whole:
         if stacks is not None:
             return cut.dense(stacks)
-    factor, inverse, basis = read(state, "factor"), read(state, "inverse"), read(state, "basis")
     if factor is not None:
         return cut.dense([u @ u.mT for u in factor])
     if inverse is not None:

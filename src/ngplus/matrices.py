@@ -37,6 +37,7 @@ class ParameterMatrix:
         self, names: list[str], params: list[nn.Parameter], kinds: list[str], groups: int = 1, source: str = "batch"
     ) -> None:
         self.names, self.params, self.kinds, self.groups = names, params, kinds, groups
+        self.has_rule = source == "sample"  # a layer's rule says what its dimensions are
         # Where its curvature comes from: a rule's factors ("sample"), "vmap", or the gradient in .grad ("batch").
         self.source = source
         self.lookup = ""  # a table, whose rows are items that no basis should mix: "only" that, or "also"
@@ -121,12 +122,13 @@ class ParameterMatrix:
         vectors = all(kind == "column" for kind in self.kinds)
         if wanted == "auto" and (vectors or (self.lookup == "only" and not self.sparse)):
             return NoSides(self.groups, d, d)
-        size, other_size = d, other
+        size, other_size, short = d, other, other <= LONG
         if wanted == "auto":
-            rows, cols = _block_size(self.layout.rows), _block_size(self.layout.cols, self.layout.places)
+            places = self.layout.places if self.has_rule else 1
+            rows, cols = _block_size(self.layout.rows), _block_size(self.layout.cols, places)
             size, other_size = (rows, cols) if left else (cols, rows)
-        channels = other // self.layout.places if left else other
-        short = other <= LONG or (wanted == "auto" and channels < LONGER * d)
+            in_channels = left and 1 < places <= PATCH and other_size <= 2 * d
+            short = short or (other // places if in_channels else other) < LONGER * d
         if wanted in ("auto", "both") and not (self.lookup or vectors) and short and other > 1:
             return BothSides(self.groups, d, size, other, other_size)
         return Cut.of(self.groups, d, size if block_size is None else block_size)

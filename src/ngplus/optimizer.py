@@ -109,9 +109,9 @@ class NGPlus(CapturedOptimizer):
             vectors (those of norm layers) and tables. ``"auto"`` is the same up to 160 rows; a longer side d falls into
             blocks of 4 sqrt(d) rows, 128 at most, each with a basis of its own (of a convolution's inputs, whole
             channels of 144 columns at most), and a larger side above 640 has none where it is five times the smaller
-            one or more, of a convolution where its channels are. It leaves to plain Adam vectors, and tables that are
-            only looked up and have no sparse gradients; with ``scaling="inverse"``, blocks or a sketch it is
-            ``"smaller"``.
+            one or more (of a convolution: where its channels are, or a block would be more than twice the smaller
+            side). It leaves to plain Adam vectors, and tables that are only looked up and have no sparse gradients;
+            with ``scaling="inverse"``, blocks or a sketch it is ``"smaller"``.
         solver: ``"dense"`` (Cholesky), ``"woodbury"``, ``"sketched"`` (sketched least squares), or ``"auto"``, the
             cheapest exact one for each layer.
         block_size: p of the block-diagonal form.

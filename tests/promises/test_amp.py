@@ -48,6 +48,37 @@ def test_autocast(model: Make, half: torch.dtype) -> None:
 # ------------------------------------------------------------------------------------------------ loss scaling
 
 
+@pytest.mark.parametrize("scaling", ["adaptive", "inverse"])
+@pytest.mark.parametrize("kind", ["linear", "sequence", "convolution", "convolution with bias"])
+def test_backward_and_step_within_autocast(kind: str, scaling: str) -> None:
+    """Nobody needs to have them there, but many do: the curvature is that of a backward pass outside, in float32."""
+
+    def trained(inside: bool) -> tuple[ngplus.NGPlus, list[Tensor]]:
+        torch.manual_seed(0)
+        layer = nn.Conv2d(3, 6, 3, bias="bias" in kind) if "convolution" in kind else nn.Linear(8, 4)
+        optimizer = ngplus.NGPlus(layer.float(), lr=0.01, scaling=scaling, update_every=2)
+        shape = {"linear": (16, 8), "sequence": (4, 5, 8)}.get(kind, (4, 3, 6, 6))
+        found = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = layer(torch.randn(shape).float()).float().square().mean()
+                if inside:
+                    loss.backward()
+                    optimizer.step()
+            if not inside:
+                loss.backward()
+                optimizer.step()
+            found.append(optimizer.curvature("weight").matrix.clone())
+        return optimizer, [*found, layer.weight.detach()]
+
+    (optimizer, inside), (_, outside) = trained(True), trained(False)
+    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    assert all(x.dtype == torch.float32 for x in state.values() if isinstance(x, Tensor))
+    for one, other in zip(inside, outside, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("curvature", ["sample", "momentum"])
 def test_loss_scaling_does_not_scale_the_curvature(unscale: bool, curvature: str) -> None:
