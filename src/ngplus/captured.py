@@ -137,6 +137,7 @@ class CapturedOptimizer(BoundOptimizer):
         return loss
 
     def _take_step(self) -> None:
+        """From gradients to directions, and the update with them."""
         repeated = self._repeated()
         directions, length = (self._directions(), None) if repeated is None else repeated
         if directions is not None:
