@@ -48,6 +48,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"scaling": "inverse", "curvature": "batch"},
     {"scaling": "adaptive"},
     {"scaling": "adaptive", "curvature": "momentum", "block_size": 2},
+    {"scaling": "adaptive", "graft": "adam"},
+    {"scaling": "inverse", "solver": "dense", "graft": "adam"},
 ]
 
 

@@ -295,6 +295,8 @@ def _row(
     inverse = refresh
     if group["curvature"] != "sample" and sides:
         elements += cut.elements
+    if group["graft"] == "adam" and not matrix.sparse:
+        elements += 2 * matrix.groups * rows * cols  # the moments of the step whose length is taken
     form = matrix.form or ""
     spec = SketchSpec.parse(group["sketch"]) if solver != "sketched" else None
     short = other if spec is None else min(other, spec.size)
