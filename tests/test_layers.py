@@ -114,6 +114,7 @@ NORMS: list[tuple[str, Callable[[], nn.Module], tuple[int, ...], int]] = [
     ("no running statistics", lambda: nn.BatchNorm2d(4, track_running_stats=False), (6, 4, 3, 2), 0),
     ("another input", lambda: ScaledFirst(4, eps=1e-12), (6, 4, 3, 2), 1),
     ("saved elsewhere", lambda: nn.BatchNorm2d(4), (6, 4, 3, 2), 1),
+    ("torch 2.6", lambda: nn.BatchNorm2d(4), (6, 4, 3, 2), 1),
 ]
 
 
@@ -133,6 +134,8 @@ def test_batch_norm_in_training(
     again: list[str] = []
     statistics = norm._mean_and_variance
     monkeypatch.setattr(norm, "_mean_and_variance", lambda rows: (again.append(case), statistics(rows))[1])
+    if case == "torch 2.6":  # which does not tell where saved tensors go
+        monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks", raising=False)
     stack = torch.stack([parts["weight"], parts["bias"]], dim=-1)[:, None]
     optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, scaling="inverse")
     before = ref.columns(model.weight.detach().clone(), model.bias.detach().clone())
@@ -145,7 +148,8 @@ def test_batch_norm_in_training(
     wanted = ref.direction(stack.mean(0), ref.gfim(stack, "right"), "right", LAMBDA)
     update = before - ref.columns(model.weight.detach(), model.bias.detach())
     assert ref.relative_error(update, wanted) < 1e-6
-    assert len(again) == worked_out
+    tells = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # else torch's own are never asked for
+    assert len(again) == (worked_out if tells else 1)
     if running is not None and case != "another input":
         # The statistics are updated once, by the forward pass, and not again by the capture.
         dims = [0, *range(2, x.dim())]

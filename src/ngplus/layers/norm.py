@@ -173,8 +173,10 @@ class BatchNormRule(_ChannelNormRule):
 
 
 def _saved_elsewhere() -> bool:
-    """Do saved tensors go through hooks, as with checkpoints? To ask for one would then run a part of the model."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    """Do saved tensors go through hooks, as with checkpoints? To ask for one would then run a part of the model. Torch
+    2.6 does not tell: there it is taken that they do."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(True) is not None
 
 
 def _inner_products(x: Tensor, y: Tensor) -> Tensor:
