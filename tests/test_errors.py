@@ -68,6 +68,7 @@ BAD_OPTIONS = [
     *bad("beta", *(value for value in NOT_NUMBERS if value is not None), 1.5),
     *bad("beta2", *NOT_NUMBERS, 1.0),
     *bad("eps", *NOT_NUMBERS),
+    *bad("rate_gain", *NOT_NUMBERS),
     *bad("gamma", -1.0, math.inf, math.nan, "1", True),
     *bad("momentum", *NOT_NUMBERS),
     *bad("weight_decay", *NOT_NUMBERS),

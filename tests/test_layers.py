@@ -196,7 +196,8 @@ def test_a_rule_of_ones_own_for_batch_norms_gets_the_input_alone() -> None:
     model = nn.BatchNorm2d(4)
     x = torch.randn(5, 4, 3, 3)
     output = model(x)
-    assert len(norm.BatchNormRule().kept(model, (x,), output)) == 3
+    tells = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    assert len(norm.BatchNormRule().kept(model, (x,), output)) == (3 if tells else 1)
     assert len(OwnRule().kept(model, (x,), output)) == 1
 
 

@@ -88,6 +88,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"side": "smaller", "block_size": 3},
     {"second_moment": "full"},
     {"nesterov": False},
+    {"rate_gain": 0.15},
     {"curvature": "sample"},
     {"weight_decay": 0.1},
     {"weight_decay": 0.1, "decoupled_weight_decay": True},

@@ -42,7 +42,7 @@ ROOMS = (
     Room(
         "curvature",
         "L, its average and inverse, as state",
-        ("adaptive", "alike", "background", "curvature"),
+        ("adaptive", "alike", "background", "curvature", "rates"),
         ("gfim", "solve", "capture"),
     ),
     Room("sync", "what crosses ranks", ("sharding", "sharing", "sync"), ("gfim", "solve", "capture", "curvature")),

@@ -8,7 +8,8 @@ turns the step back. The GFIM gives the directions, the gradients' own second mo
 matrix are nearly a product of the two, and the mean of a row is known after fewer steps than each of its numbers. But
 for few gradients, which have little but their diagonal there, the product is far too small away from the largest, so
 such a step is held to the length that Adam's first one has. Where L is made anew, the first moment is carried over by
-P = Q_new^T Q_old, the second by P * P, elementwise.
+P = Q_new^T Q_old, the second by P * P, elementwise. With ``rate_gain`` the step is multiplied by the rates of its rows
+and columns (:mod:`ngplus.rates`), which are carried over like the second moment's means.
 
 On the way from gradient to step: the direction, where ``scaling`` is "adaptive".
 """
@@ -25,11 +26,13 @@ from ngplus import solve
 from ngplus.alike import Bundle, alone, bundled
 from ngplus.blocks import Cut
 from ngplus.curvature import TAILS, Group, State, clear, read, write
+from ngplus.rates import RATES, Following, no_rates
 
 NOISE = 100.0  # a root of a second moment below this many roundings of the root of the layer's mean one is noise
 FULL_STEP = 1.0  # the root mean square of plain Adam's first step, before the learning rate: no factored one is longer
 PIECE = 2**18  # numbers of the matrices whose moments change in the same calls: a few times that fits into a cache
 SECOND = ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")  # the second moment: in full, or its means
+MOMENTS = ("exp_avg", *SECOND, *RATES, "floor")  # all that is of one basis
 
 Pair = tuple[Tensor, Tensor]  # of a second moment, the means over rows and over columns: [.., p, 1] and [.., 1, D]
 
@@ -38,10 +41,10 @@ def carry_moments(state: State, new: Sequence[Tensor], group: Group) -> None:
     """Turns the moments in the state from the old basis into a new one, or drops them."""
     old = read(state, "basis")
     if group["step"] == 0 or old is None or not _same_shapes(old, new):
-        clear(state, "exp_avg", *SECOND, "floor")
+        clear(state, *MOMENTS)
         return
     change = [q.mT @ o.to(q) for q, o in zip(new, old, strict=True)]
-    first, full, rows, cols = (read(state, key) for key in ("exp_avg", *SECOND))
+    first, full = (read(state, key) for key in ("exp_avg", "exp_avg_sq"))
     held = first or full
     if held is not None:
         turns = _bases(change, held)
@@ -49,10 +52,12 @@ def carry_moments(state: State, new: Sequence[Tensor], group: Group) -> None:
         for key, moments, each in (("exp_avg", first, turns), ("exp_avg_sq", full, shares)):
             if moments is not None:
                 write(state, key, [_out_of(p, m.to(p[0][0])) for p, m in zip(each, moments, strict=True)])
-        if rows is not None:
-            write(state, "exp_avg_sq_row", [_along(p[0], row.to(p[0][0])) for p, row in zip(shares, rows, strict=True)])
-        if cols is not None:
-            write(state, "exp_avg_sq_col", [_across(c.to(p[0][0]), p[1]) for p, c in zip(shares, cols, strict=True)])
+        for key in ("exp_avg_sq_row", "rate_row"):
+            if (rows := read(state, key)) is not None and rows[0].shape[-2] == held[0].shape[-2]:
+                write(state, key, [_along(p[0], row.to(p[0][0])) for p, row in zip(shares, rows, strict=True)])
+        for key in ("exp_avg_sq_col", "rate_col"):
+            if (cols := read(state, key)) is not None and cols[0].shape[-1] == held[0].shape[-1]:
+                write(state, key, [_across(c.to(p[0][0]), p[1]) for p, c in zip(shares, cols, strict=True)])
     second = read(state, "exp_avg_sq") or read(state, "exp_avg_sq_row")
     if second is not None:
         state["floor"] = _floor(state, second, group)
@@ -108,6 +113,7 @@ class _Piece:
         self._out_of: list[Bases] = []
         self._first: list[Tensor] = []
         self._second: list[Tensor | Pair] = []
+        self._rates: list[Pair] = []
         self._lengths = [len(bundle.stacks) for bundle in bundles]
         self.length = sum(self._lengths)
         for bundle in bundles:
@@ -115,6 +121,7 @@ class _Piece:
             first, second = _moments(bundle.state, bundle.stacks, group)
             self._first += first
             self._second += second
+            self._rates += _rates(bundle.state, bundle.stacks, group)
         self._into = [(_turned(one), _turned(other)) for one, other in self._out_of]
         self._full = [i for i, v in enumerate(self._second) if isinstance(v, Tensor)]
         self._factored = [i for i, v in enumerate(self._second) if not isinstance(v, Tensor)]
@@ -130,18 +137,23 @@ class _Piece:
         turned = [_across(_along(one, g), other) for (one, other), g in zip(self._into, gradients, strict=True)]
         counts = [n for b, length in zip(self.bundles, self._lengths, strict=True) for n in [b.count()] * length]
         self._take_in_squares(turned, 1 - beta2)
+        following = Following(self._rates, turned, self._first) if self._rates else None
         torch._foreach_lerp_(self._first, turned, 1 - beta1)
         if group["nesterov"]:
             ahead = list(torch._foreach_lerp(self._first, turned, 1 - beta1))
         else:
             ahead = [m.clone() for m in self._first]
-        if self._own:
-            torch._foreach_copy_(self._own, self._rows)
         # With c = 1 - beta2^t: m / (sqrt(v / c) + floor) = sqrt(c) m / (sqrt(v) + sqrt(c) floor), in as few passes as
         # can be.
         roots = [(1 - beta2**count) ** 0.5 for count in counts]
-        torch._foreach_div_(ahead, self._denominators(roots, group))
+        denominators = self._denominators(roots, group)
+        torch._foreach_div_(ahead, denominators)
         self._scale(ahead, [root / (1 - beta1**count) for root, count in zip(roots, counts, strict=True)])
+        if following is not None:
+            following.move(denominators, counts, group["rate_gain"])
+            following.scale(ahead)
+        if self._own:
+            torch._foreach_copy_(self._own, self._rows)
         return [_across(_along(one, s), other) for (one, other), s in zip(self._out_of, ahead, strict=True)]
 
     def _take_in_squares(self, turned: Sequence[Tensor], weight: float) -> None:
@@ -207,7 +219,8 @@ class _Piece:
 def _kept(state: State, stacks: list[Tensor], group: Group) -> list[str]:
     """The names of what a matrix keeps between steps: bases and moments."""
     second = SECOND[1:] if is_factored(group, *stacks[0].shape[-2:]) else SECOND[:1]
-    return [name for tail in TAILS if (name := "basis" + tail) in state] + ["exp_avg", *second]
+    bases = [name for tail in TAILS if (name := "basis" + tail) in state]
+    return [*bases, "exp_avg", *second, *(RATES if group["rate_gain"] else ())]
 
 
 def _weights(like: Tensor) -> Pair:
@@ -247,7 +260,7 @@ def sparse_steps(state: State, stacks: list[Tensor], group: Group) -> list[Tenso
     second = read(state, "exp_avg_sq")
     if group["step"] == 0 or not _same_shapes(second, squares):
         second = [torch.zeros_like(s) for s in squares]
-        clear(state, "exp_avg", *SECOND, "floor")
+        clear(state, *MOMENTS)
         write(state, "exp_avg_sq", second)
         state["adam_step"] = 0
     assert second is not None
@@ -275,7 +288,7 @@ def _moments(state: State, stacks: list[Tensor], group: Group) -> tuple[list[Ten
     if fits and factored:
         fits = all(r.shape[-1] == 1 == c.shape[-2] for r, c in zip(held[1] or [], held[2] or [], strict=True))
     if group["step"] == 0 or not fits:
-        clear(state, "exp_avg", *SECOND, "floor")
+        clear(state, *MOMENTS)
         narrow = [g[..., :1] for g in stacks], [g[..., :1, :] for g in stacks]  # the shapes of the means
         for key, like in zip(keys, (stacks, *narrow) if factored else (stacks, stacks), strict=True):
             write(state, key, [x.new_zeros(x.shape) for x in like])
@@ -283,6 +296,21 @@ def _moments(state: State, stacks: list[Tensor], group: Group) -> tuple[list[Ten
         state["adam_step"] = 0
     first, *second = (each or [] for each in held)
     return first, list(zip(*second, strict=True)) if factored else list(second[0])
+
+
+def _rates(state: State, stacks: list[Tensor], group: Group) -> list[Pair]:
+    """The rates of each stack, made anew where they are not there or of another shape; none where none are wanted."""
+    if not group["rate_gain"]:
+        clear(state, *RATES)
+        return []
+    for key, wanted in zip(RATES, zip(*no_rates(stacks), strict=True), strict=True):
+        held = read(state, key)
+        if held is None or not _same_shapes(held, wanted):
+            write(state, key, wanted)
+        elif held[0].dtype != wanted[0].dtype:  # the model was cast
+            write(state, key, [rates.to(wanted[0].dtype) for rates in held])
+    rows, cols = (read(state, key) or [] for key in RATES)
+    return list(zip(rows, cols, strict=True))
 
 
 def is_factored(group: Group, rows: int, cols: int) -> bool:

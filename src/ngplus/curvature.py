@@ -14,6 +14,7 @@ damping                      lambda of the last refresh                         
 basis, spectrum              Q and w of L = Q diag(w) Q^T                         scaling "adaptive"
 exp_avg, exp_avg_sq          Adam's two moments in the basis                      scaling "adaptive"
 exp_avg_sq_row, _col         the second's means over rows and over columns        second_moment "factored"
+rate_row, rate_col           the logarithms of the factors to the learning rate   rate_gain
 adam_step                    the steps that they have seen                        scaling "adaptive"
 floor                        the rounding of their roots at the last refresh      scaling "adaptive"
 graft_exp_avg, ..._sq, _step Adam's moments of the plain gradient                 graft "adam"

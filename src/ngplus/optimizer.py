@@ -103,6 +103,10 @@ class NGPlus(CapturedOptimizer):
         second_moment: of ``scaling="adaptive"``. ``"factored"`` keeps the means over rows and columns of the squared
             gradient in its eigenbasis, m + n numbers, and no step is longer than lr a number in the root mean square;
             ``"full"``, all of them, as Adam does, without that bound. Vectors always have all.
+        rate_gain: of ``scaling="adaptive"``, for a learning rate that cannot be tuned. With 0.15, say, each row and
+            each column of a matrix in its eigenbasis has a factor to it, from 1/4 to 4, which rises by up to 15 % a
+            step while the gradient goes on along its average, and falls where it turns against it. Sparse gradients
+            have none. 0: one rate for all.
         samples: size or fraction of the random sub-sample S of the batch; None is the whole batch.
         side: ``"smaller"`` (left where m <= n), ``"left"`` or ``"right"``. With ``scaling="adaptive"`` also ``"both"``:
             the bases of L and of R where the larger one has 640 rows or less; the smaller side's elsewhere, and of
@@ -154,6 +158,7 @@ class NGPlus(CapturedOptimizer):
         beta2: float = 0.95,
         eps: float = 1e-8,
         second_moment: str = "factored",
+        rate_gain: float = 0.0,
         samples: int | float | None = None,
         side: str = "auto",
         solver: str = "auto",
@@ -186,6 +191,7 @@ class NGPlus(CapturedOptimizer):
             "beta2": beta2,
             "eps": eps,
             "second_moment": second_moment,
+            "rate_gain": rate_gain,
             "samples": samples,
             "side": side,
             "solver": solver,
@@ -220,7 +226,7 @@ class NGPlus(CapturedOptimizer):
         for matrix in self._matrices:
             state = self.state.get(matrix.params[0], {})
             if ("refreshed" in state or "basis" in state) and not self._curved(matrix):  # as a side was before
-                curvatures.clear(state, "basis", "spectrum", "curvature", "exp_avg", *adaptive.SECOND, "floor")
+                curvatures.clear(state, "basis", "spectrum", "curvature", *adaptive.MOMENTS)
                 curvatures.clear(state, "refreshed", "refresh_interval", "refresh_at")
 
     def _curved(self, matrix: ParameterMatrix) -> bool:
@@ -350,7 +356,7 @@ class NGPlus(CapturedOptimizer):
         if "basis" in new:
             adaptive.carry_moments(state, new["basis"], group)
         else:
-            curvatures.clear(state, "basis", "spectrum", "exp_avg", *adaptive.SECOND, "floor", "adam_step")
+            curvatures.clear(state, "basis", "spectrum", *adaptive.MOMENTS, "adam_step")
         curvatures.install(state, new)
 
     def _due(self, matrix: ParameterMatrix) -> bool:

@@ -58,6 +58,7 @@ def check(options: Mapping[str, Any]) -> None:
     _number("beta", options["beta"], top=1.0)
     _number("beta2", options["beta2"], top=1.0, open_top=True)
     _number("eps", options["eps"])
+    _number("rate_gain", options["rate_gain"])
     if options["gamma"] is not None:
         _number("gamma", options["gamma"])
     for name in ("update_every", "block_size"):

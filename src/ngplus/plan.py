@@ -30,6 +30,7 @@ from ngplus.factors import outer_costs
 from ngplus.loads import Load, load_of
 from ngplus.matrices import ParameterMatrix
 from ngplus.notices import no_such_name
+from ngplus.rates import has_directions
 from ngplus.sketch import SketchSpec
 from ngplus.sync import Team, Wire
 
@@ -280,6 +281,10 @@ def _row(
         group, cut.size if len(sides) == 1 else cut.d, other
     ):  # means over rows, and over each block's columns
         moments = moments // 2 + matrix.groups * cut.d + (cut.count if len(sides) == 1 else matrix.groups) * other
+    if group["rate_gain"] and group["scaling"] == "adaptive":
+        blocks = cut.stacks if len(sides) == 1 else [(0, 1, cut.d)]
+        each = has_directions(blocks[0][2], other)
+        moments += matrix.groups * sum(count * (size + other if each else 2) for _, count, size in blocks)
     if solver in ("woodbury", "sketched"):
         step = curved * rank * 4 * other + cut.count * 2 * rank * rank * other
         refresh = 2 * curved * rank * rank + cut.count * rank**3

@@ -14,6 +14,7 @@ import ngplus
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "full": {"second_moment": "full"},
+    "rated": {"rate_gain": 0.15},
     "batch": {"curvature": "batch"},
     "inverse": {"scaling": "inverse"},
     "grafted": {"scaling": "inverse", "graft": "adam"},
