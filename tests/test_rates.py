@@ -118,6 +118,57 @@ def test_a_checkpoint_and_a_copy_go_on_bit_for_bit(at: int) -> None:
     assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_a_matrix_of_one_number(scale: float) -> None:
+    """Whose row, column and whole are the same: a gradient that goes on raises its rate, whatever its size."""
+    number = nn.Parameter(torch.zeros(()))
+    optimizer = ngplus.NGPlus([number], curvature="batch", rate_gain=0.15)
+    for _ in range(10):
+        number.grad = torch.tensor(scale)
+        optimizer.step()
+    wanted = sum(max(0.0, 0.15 - 0.5 / t) for t in range(2, 11))
+    for log in logs_of(optimizer, number):
+        torch.testing.assert_close(log.squeeze(), torch.tensor(wanted))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-25, 1e-20, 1e-10, 1e10])
+def test_no_rate_moves_by_more_than_the_gain(scale: float) -> None:
+    """In float32, where the squares of small numbers are 0: after gradients of a usual size, and back to them."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.float32))
+    one_basis = {"curvature": "batch", "update_every": 100, "early_refreshes": False}
+    optimizer = ngplus.NGPlus([weight], rate_gain=0.15, **one_basis)
+    before = [torch.zeros(())] * 2
+    for k in range(40):
+        weight.grad = torch.randn(4, 4, dtype=torch.float32) * (scale if k in (20, 21, 30) else 1e-2)
+        optimizer.step()
+        logs = [log.clone() for log in logs_of(optimizer, weight)]
+        assert all(float((new - old).abs().max()) <= 0.1501 for new, old in zip(logs, before, strict=True)), k
+        before = logs
+
+
+def test_parameters_of_two_precisions_in_one_group() -> None:
+    first, second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3, dtype=torch.float32))
+    optimizer = ngplus.NGPlus([first, second], curvature="batch", rate_gain=0.15)
+    for _ in range(3):
+        first.grad, second.grad = torch.ones_like(first), torch.ones_like(second)
+        optimizer.step()
+    torch.testing.assert_close(first.detach().float(), second.detach())
+    assert optimizer.health().good
+
+
+def test_what_layers_of_one_shape_kept_is_gone_with_the_option() -> None:
+    """They go through a step as one, and each keeps its own."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = ngplus.NGPlus(model, rate_gain=0.15)
+    for k, (x, _) in enumerate(batches(12, features=4)):
+        optimizer.param_groups[0]["rate_gain"] = 0.15 if k < 8 else 0.0
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    assert not any("rate_row" in optimizer.state[layer.weight] for layer in model)
+
+
 def test_a_gradient_of_zeros_moves_no_rate() -> None:
     weight = nn.Parameter(torch.ones(4, 3))
     optimizer = ngplus.NGPlus([weight], lr=0.01, curvature="batch", rate_gain=0.15)

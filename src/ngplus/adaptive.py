@@ -121,7 +121,7 @@ class _Piece:
             first, second = _moments(bundle.state, bundle.stacks, group)
             self._first += first
             self._second += second
-            self._rates += _rates(bundle.state, bundle.stacks, group)
+            self._rates += _rates(bundle, group)
         self._into = [(_turned(one), _turned(other)) for one, other in self._out_of]
         self._full = [i for i, v in enumerate(self._second) if isinstance(v, Tensor)]
         self._factored = [i for i, v in enumerate(self._second) if not isinstance(v, Tensor)]
@@ -298,10 +298,12 @@ def _moments(state: State, stacks: list[Tensor], group: Group) -> tuple[list[Ten
     return first, list(zip(*second, strict=True)) if factored else list(second[0])
 
 
-def _rates(state: State, stacks: list[Tensor], group: Group) -> list[Pair]:
+def _rates(bundle: Bundle, group: Group) -> list[Pair]:
     """The rates of each stack, made anew where they are not there or of another shape; none where none are wanted."""
+    state, stacks = bundle.state, bundle.stacks
     if not group["rate_gain"]:
-        clear(state, *RATES)
+        for own in bundle.states:
+            clear(own, *RATES)
         return []
     for key, wanted in zip(RATES, zip(*no_rates(stacks), strict=True), strict=True):
         held = read(state, key)

@@ -104,9 +104,9 @@ class NGPlus(CapturedOptimizer):
             gradient in its eigenbasis, m + n numbers, and no step is longer than lr a number in the root mean square;
             ``"full"``, all of them, as Adam does, without that bound. Vectors always have all.
         rate_gain: of ``scaling="adaptive"``, for a learning rate that cannot be tuned. With 0.15, say, each row and
-            each column of a matrix in its eigenbasis has a factor to it, from 1/4 to 4, which rises by up to 15 % a
-            step while the gradient goes on along its average, and falls where it turns against it. Sparse gradients
-            have none. 0: one rate for all.
+            each column of a matrix in its eigenbasis has a factor to it, from 1/4 to 4, whose logarithm rises by up to
+            0.15 a step while the gradient goes on along its average, and falls where it turns against it. Steps may
+            then be longer than ``second_moment`` says, and the rows of sparse gradients have no such factor. 0: none.
         samples: size or fraction of the random sub-sample S of the batch; None is the whole batch.
         side: ``"smaller"`` (left where m <= n), ``"left"`` or ``"right"``. With ``scaling="adaptive"`` also ``"both"``:
             the bases of L and of R where the larger one has 640 rows or less; the smaller side's elsewhere, and of

@@ -1,10 +1,11 @@
 """Learning rates of the directions: with ``rate_gain``, each row and each column of a matrix in its eigenbases has a
-factor to the learning rate of its own.
+factor to the learning rate of its own; a number of the step is multiplied by both.
 
 Its logarithm rises while the gradient goes on along the first moment, and falls where it turns against it, which is
 what too long a step makes it do. In the axes of the curvature directions are nearly independent of one another, so that
 one may be slowed down while another one is sped up; in those of the weights they are mixed. A matrix with one or two
-rows or columns, such as a bias or the vectors of a norm layer, has factors as a whole.
+rows or columns, such as a bias or the vectors of a norm layer, has its two factors as a whole; blocks of one side have
+factors each for itself.
 
 On the way from gradient to step: after the direction in the eigenbases, where ``scaling`` is "adaptive".
 """
@@ -41,25 +42,25 @@ class Following:
     with what was there before them."""
 
     def __init__(self, rates: list[Pair], gradients: list[Tensor], first: list[Tensor]) -> None:
-        self._rates = rates
-        self._both = torch._foreach_mul(gradients, first)
-        self._squares = torch._foreach_mul(gradients, gradients), torch._foreach_mul(first, first)
+        self._rates, self._gradients = rates, gradients
+        self._before = [moment.clone() for moment in first]
 
     def move(self, roots: list[Tensor], counts: Sequence[int], gain: float) -> None:
         """The logarithms rise by ``gain`` times the cosines of gradients and first moments, in the metric of the steps:
         that of the ``roots`` which these are divided by. ``counts``: the steps that each matrix has seen."""
-        cosines = self._sums(self._both, roots)
-        lengths, others = (self._sums(squares, roots) for squares in self._squares)
-        torch._foreach_sqrt_(lengths)
-        torch._foreach_sqrt_(others)
-        torch._foreach_mul_(lengths, others)
-        torch._foreach_clamp_min_(lengths, torch.finfo(lengths[0].dtype).tiny)
-        torch._foreach_div_(cosines, lengths)
+        metric = torch._foreach_sqrt(roots)  # squares of what is divided by it are not too small for the numbers
+        gradients, before = (torch._foreach_div(each, metric) for each in (self._gradients, self._before))
+        logs = [log for pair in self._rates for log in pair]
+        cosines = self._sums(torch._foreach_mul(gradients, before))
+        for each in (gradients, before):
+            lengths = self._sums(torch._foreach_mul(each, each))
+            torch._foreach_sqrt_(lengths)
+            torch._foreach_clamp_min_(lengths, [_least(log.dtype) for log in logs])
+            torch._foreach_div_(cosines, lengths)
         torch._foreach_mul_(cosines, gain)
         late = torch._foreach_clamp_max(cosines, [SLOW / count for count in counts for _ in RATES])
         torch._foreach_clamp_min_(late, 0.0)
         torch._foreach_sub_(cosines, late)
-        logs = [log for pair in self._rates for log in pair]
         torch._foreach_add_(logs, cosines)
         torch._foreach_clamp_min_(logs, -LIMIT)
         torch._foreach_clamp_max_(logs, LIMIT)
@@ -69,7 +70,12 @@ class Following:
         for side in zip(*self._rates, strict=True):
             torch._foreach_mul_(steps, torch._foreach_exp(side))
 
-    def _sums(self, products: tuple[Tensor, ...], roots: list[Tensor]) -> list[Tensor]:
-        weighted = torch._foreach_div(products, roots)
-        pairs = zip(weighted, self._rates, strict=True)
-        return [x.sum_to_size(log.shape) for x, pair in pairs for log in pair]
+    def _sums(self, products: Sequence[Tensor]) -> list[Tensor]:
+        """Over what a row, a column or the whole has: in tensors of their own, of the shapes of the logarithms."""
+        pairs = zip(products, self._rates, strict=True)
+        return [x.sum([d for d in (1, 2) if log.shape[d] == 1], keepdim=True) for x, pair in pairs for log in pair]
+
+
+def _least(dtype: torch.dtype) -> float:
+    """A length below this has lost digits in its square: there is no telling where such a vector points."""
+    return math.sqrt(torch.finfo(dtype).tiny / torch.finfo(dtype).eps)
