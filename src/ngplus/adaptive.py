@@ -26,15 +26,13 @@ from ngplus import solve
 from ngplus.alike import Bundle, alone, bundled
 from ngplus.blocks import Cut
 from ngplus.curvature import TAILS, Group, State, clear, read, write
-from ngplus.rates import RATES, Following, no_rates
+from ngplus.rates import RATES, Following, Pair, has_directions, no_rates
 
 NOISE = 100.0  # a root of a second moment below this many roundings of the root of the layer's mean one is noise
 FULL_STEP = 1.0  # the root mean square of plain Adam's first step, before the learning rate: no factored one is longer
 PIECE = 2**18  # numbers of the matrices whose moments change in the same calls: a few times that fits into a cache
 SECOND = ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")  # the second moment: in full, or its means
 MOMENTS = ("exp_avg", *SECOND, *RATES, "floor")  # all that is of one basis
-
-Pair = tuple[Tensor, Tensor]  # of a second moment, the means over rows and over columns: [.., p, 1] and [.., 1, D]
 
 
 def carry_moments(state: State, new: Sequence[Tensor], group: Group) -> None:
@@ -317,7 +315,7 @@ def _rates(bundle: Bundle, group: Group) -> list[Pair]:
 
 def is_factored(group: Group, rows: int, cols: int) -> bool:
     """Are means kept for the second moment? Not where there are one or two rows or columns: nothing is saved there."""
-    return group["second_moment"] == "factored" and min(rows, cols) > 2
+    return group["second_moment"] == "factored" and has_directions(rows, cols)
 
 
 def _floor(state: State, second: Sequence[Tensor], group: Group) -> Tensor:

@@ -22,11 +22,11 @@ RATES = ("rate_row", "rate_col")  # in the state: the logarithms of the factors
 LIMIT = math.log(4.0)  # of a logarithm, up and down
 SLOW = 0.5  # in step t it rises by so much / t less: the learning rate itself may be on its way up
 
-Pair = tuple[Tensor, Tensor]  # of the rows, [.., p, 1], and of the columns, [.., 1, D]
+Pair = tuple[Tensor, Tensor]  # what each row has, [.., p, 1], and each column, [.., 1, D]
 
 
 def has_directions(rows: int, cols: int) -> bool:
-    """Have rows and columns factors of their own? Else the matrix has a pair of them as a whole."""
+    """Are there rows and columns enough for each to have something of its own?"""
     return min(rows, cols) > 2
 
 
