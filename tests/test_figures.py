@@ -112,6 +112,25 @@ def test_convergence_step_is_ngplus_step() -> None:
         assert torch.allclose(layer.weight, w, rtol=1e-7)
 
 
+def test_convergence_fails_at_the_printed_limit() -> None:
+    """Psi = w^2/2: at alpha = 2 h_1^2/(L_Psi h_2), which Theorem 2 still allows, w goes to and fro; below it, to 0."""
+    reached = {}
+    for share in (1.0, 0.5):
+        c = convergence.Constants(lipschitz=1.0, h1=1.5, h2=1.5, variance=0.0, gap=0.5)
+        w = torch.nn.Parameter(torch.ones(1, 1, dtype=torch.float64))
+        options = {"scaling": "inverse", "damping": 0.5, "update_every": 1, "momentum": 0.0}
+        linear = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        linear.weight = w
+        optimizer = ngplus.NGPlus(linear, lr=share * c.largest_step, **options)
+        for _ in range(40):
+            optimizer.zero_grad()
+            (linear(torch.ones(1, 1, dtype=torch.float64)).square().mean() / 2).backward()
+            optimizer.step()
+        reached[share] = abs(float(w))
+    assert reached[1.0] == pytest.approx(1.0)
+    assert reached[0.5] < 1e-3
+
+
 def test_convergence_constants_hold() -> None:
     problem = convergence.Robust(m=3, n=5, samples=40, batch=4, damping=0.7, seed=1)
     c = problem.constants

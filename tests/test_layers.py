@@ -156,6 +156,16 @@ def test_batch_norm_in_training(
         torch.testing.assert_close(model.running_mean, 0.9 * running + 0.1 * x.mean(dims))
 
 
+@pytest.mark.parametrize("mean", [0.0, 100.0, 1e4])
+def test_variance_far_from_zero(mean: float) -> None:
+    """In float32, whose squares would not tell the channels' values apart."""
+    x = torch.randn(16, 3, 50, generator=torch.Generator().manual_seed(0)) + mean
+    got_mean, got = norm._mean_and_variance(x)
+    wanted, wanted_mean = torch.var_mean(x.double(), dim=(0, 2), correction=0)
+    torch.testing.assert_close(got_mean.double(), wanted_mean, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=0.0)
+
+
 def sources_after(model: nn.Module, x: Tensor, steps: int, **options: Any) -> list[str]:
     """Where the curvature of each matrix comes from after some steps under autocast, in which nothing went wrong."""
     optimizer = ngplus.NGPlus(model, lr=1e-3, scaling="inverse", **options)

@@ -395,6 +395,20 @@ def test_grafting_to_adam() -> None:
         assert ref.relative_error(update / update.norm(), shape / shape.norm()) < 1e-6
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_grafted_momentum_keeps_the_length(nesterov: bool) -> None:
+    """Of gradients that do not change every step is as long as Adam's: a number each."""
+    weight = nn.Parameter(torch.zeros(4, 3))
+    gradient = torch.randn(4, 3)
+    options = {**PAPER, "graft": "adam", "curvature": "batch", "momentum": 0.9, "nesterov": nesterov}
+    optimizer = ngplus.NGPlus([weight], lr=0.1, **options)
+    for _ in range(6):
+        before = weight.detach().clone()
+        weight.grad = gradient.clone()
+        optimizer.step()
+        assert float((weight - before).norm()) == pytest.approx(0.1 * 12**0.5, rel=1e-5)
+
+
 # Adaptive scaling without what its defaults add.
 
 

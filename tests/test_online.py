@@ -272,3 +272,27 @@ def test_state_goes_through_a_checkpoint(tmp_path, dtype: torch.dtype) -> None: 
     rounds(twin, other, 5)
     assert torch.equal(w, twin)
     assert third.state[third.param_groups[0]["params"][0]]["step"] == 5
+
+
+def test_regret_is_kept_on_the_side_of_the_losses_alone() -> None:
+    """1/2 (w^T x - y)^2 with a direction that is rarely seen: on the right its steps shrink with those of the other."""
+    rounds = 2500
+    generator = torch.Generator().manual_seed(0)
+    rare = torch.rand(rounds, generator=generator, dtype=torch.float64) < 0.01
+    x = torch.stack([~rare, rare], dim=1).double()
+    y = torch.where(rare, 1, torch.randint(2, (rounds,), generator=generator) * 2 - 1).double()
+    best = torch.tensor([float(y[~rare].mean()), 1.0], dtype=torch.float64)  # inside of the ball, or next to it
+    regret = {}
+    for side in ("left", "right"):
+        w = nn.Parameter(torch.zeros(2, 1, dtype=torch.float64))
+        optimizer = ngplus.OnlineNGPlus([w], alpha=0.25, radius=1.0, ball="spectral", side=side)
+        total = 0.0
+        for one, answer in zip(x, y, strict=True):
+            error = float(one @ w.detach()[:, 0] - answer)
+            total += 0.5 * error**2
+            w.grad = (one * error)[:, None]
+            optimizer.step()
+        regret[side] = total - float(0.5 * (x @ best - y).square().sum())
+    bound = 2 / (2 * 0.25) * math.log(1 + rounds * 4 / 2) + 0.25 * 2 * 4 / 2
+    assert regret["left"] < bound
+    assert regret["right"] > 1.5 * regret["left"]

@@ -115,6 +115,19 @@ def test_flops_of_a_step_are_counted() -> None:
     assert counter.get_total_flops() == optimizer.plan().step_flops == 2 * 12 * 12 * 31
 
 
+def test_flops_of_a_sketched_step_are_counted() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = nn.Linear(30, 12)
+    optimizer = ngplus.NGPlus(model, scaling="inverse", solver="sketched", sketch=10, momentum=0.0, update_every=100)
+    x, y = torch.randn(6, 30), torch.randn(6, 12)
+    for _ in range(2):  # the first refreshes
+        one_step(model, optimizer, x, y)
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    assert counter.get_total_flops() == optimizer.plan().step_flops
+
+
 @pytest.mark.parametrize("kind", [ngplus.NGPlus, KFAC, SENG])
 def test_what_is_frozen_costs_nothing(kind: Any) -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))

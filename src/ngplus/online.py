@@ -64,8 +64,9 @@ class OnlineNGPlus(Optimizer):
     of a gradient and D the diameter of K. For 1/2 ||W^T x - y||^2 with ||x|| <= 1, ||y|| <= R and the spectral ball of
     radius R, alpha = 1/(4 R^2) does.
 
-    A step costs 2 d^2 D FLOPs for the direction and about as many for the inverse, with d the curved dimension; a
-    projection that is not idle adds an eigendecomposition. State: d^2 numbers, in float64 where the device has it.
+    A step costs 2 d^2 D FLOPs for the direction and two to three times as many for the inverse, with d the curved
+    dimension and D the other one (for the inverse, d at most); a projection that is not idle adds an
+    eigendecomposition. State: d^2 numbers, in float64 where the device has it.
 
     Examples:
         >>> w = nn.Parameter(torch.zeros(3, 2))
@@ -87,7 +88,9 @@ class OnlineNGPlus(Optimizer):
         radius: of the ball K around 0; None for no constraint.
         ball: ``"frobenius"`` or ``"spectral"`` (the largest singular value).
         norm: the norm of the projection: ``"curvature"``, that of L_t, which the regret bound needs, or ``"plain"``.
-        side: ``"left"``, the paper's; ``"right"``, G_t^T G_t behind the gradient; ``"auto"``, the smaller one.
+        side: ``"left"``, the paper's; ``"right"``, G_t^T G_t behind the gradient; ``"auto"``, the smaller one. The
+            bound holds on the side on which the losses have the property above: the left for a loss of W^T x, the
+            right for one of W x, as in nn.Linear.
         tolerance: of a projection onto the spectral ball: its certificate over the norm of what is projected.
         maximize: add the direction in place of subtracting it.
     """
@@ -200,7 +203,8 @@ def woodbury_update(inverse: Tensor, columns: Tensor) -> Tensor:
     """P <- (P^-1 + U U^T)^-1 = P - P U (I + U^T P U)^-1 U^T P, in place, for P (d x d) and U (d x r).
 
     The columns come in two pieces at most, so that no system of more than half of d is solved. More than d of them are
-    first reduced to d with the same U U^T by a QR decomposition. 2 d^2 r FLOPs and 1/3 (d/2)^3 for each piece.
+    first reduced to d with the same U U^T by a QR decomposition. 4 d^2 r FLOPs
+    for the products with P, and for each piece of s columns 3 d s^2 for the core and 1/3 s^3.
     """
     d, r = columns.shape
     if r > d:

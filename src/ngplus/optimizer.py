@@ -102,12 +102,14 @@ class NGPlus(CapturedOptimizer):
         beta2, eps: Adam's second beta and epsilon, for ``scaling="adaptive"`` and ``graft="adam"``.
         second_moment: of ``scaling="adaptive"``. ``"factored"`` keeps the means over rows and columns of the squared
             gradient in its eigenbasis, m + n numbers, and no step is longer than lr a number in the root mean square;
-            ``"full"``, all of them, as Adam does, without that bound. Vectors always have all.
+            ``"full"``, all of them, as Adam does, without that bound. Vectors always have all, and the rows of sparse
+            gradients one for each column, without it.
         rate_gain: of ``scaling="adaptive"``, for a learning rate that cannot be tuned. With 0.15, say, each row and
             each column of a matrix in its eigenbasis has a factor to it, from 1/4 to 4, whose logarithm rises by up to
             0.15 a step while the gradient goes on along its average, and falls where it turns against it. Steps may
             then be longer than ``second_moment`` says, and the rows of sparse gradients have no such factor. 0: none.
-        samples: size or fraction of the random sub-sample S of the batch; None is the whole batch.
+        samples: size or fraction of the random sub-sample S of the batch (of each micro-batch, and of that of each
+            rank); None is the whole batch.
         side: ``"smaller"`` (left where m <= n), ``"left"`` or ``"right"``. With ``scaling="adaptive"`` also ``"both"``:
             the bases of L and of R where the larger one has 640 rows or less; the smaller side's elsewhere, and of
             vectors (those of norm layers) and tables. ``"auto"`` is the same up to 160 rows; a longer side d falls into

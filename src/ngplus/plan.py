@@ -8,6 +8,7 @@ and r the rank of U:
 ================ ======================================== =====================================================
 dense            2 d p D                                  d p^2 (Cholesky and inverse)
 woodbury         4 d r D + 2 r^2 D                        2 d r^2 + r^3
+sketched         2 d r D + 2 r q D, q the sketch's rows   4 r^2 q + r^3; neither counts the sketch itself
 adaptive         4 d p D                                  9 d p^2 (eigendecomposition)
 adaptive, both   4 m n (p + q), q a block of the columns  9 (m p^2 + n q^2); without blocks p = m and q = n
 ================ ======================================== =====================================================
@@ -285,10 +286,15 @@ def _row(
         blocks = cut.stacks if len(sides) == 1 else [(0, 1, cut.d)]
         each = has_directions(blocks[0][2], other)
         moments += matrix.groups * sum(count * (size + other if each else 2) for _, count, size in blocks)
-    if solver in ("woodbury", "sketched"):
+    if solver == "woodbury":
         step = curved * rank * 4 * other + cut.count * 2 * rank * rank * other
         refresh = 2 * curved * rank * rank + cut.count * rank**3
-        elements = curved * rank + cut.count * rank * (rank if solver == "woodbury" else _sketch_rows(group, cut, rank))
+        elements = curved * rank + cut.count * rank * rank
+    elif solver == "sketched":
+        short = _sketch_rows(group, cut, rank)
+        step = 2 * rank * other * (curved + cut.count * short)
+        refresh = cut.count * (4 * rank * rank * short + rank**3)
+        elements = curved * rank + cut.count * rank * short
     elif solver == "none":
         step, refresh, elements, samples, source = 0, 0, moments, 0, "none"
     elif solver == "eigenbasis":

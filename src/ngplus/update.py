@@ -162,7 +162,11 @@ def _with_momentum(
         torch._foreach_mul_(old, momentum)
         torch._foreach_add_(old, fresh, alpha=1 - dampening)
     buffers = [local(states[param]["momentum_buffer"]) for param in params]
-    return list(torch._foreach_add(steps, buffers, alpha=momentum)) if group["nesterov"] else buffers
+    if not group["nesterov"]:
+        return buffers
+    if dampening:
+        return list(torch._foreach_lerp(list(steps), buffers, momentum))
+    return list(torch._foreach_add(steps, buffers, alpha=momentum))
 
 
 def graft_length(state: State, gradient: Tensor, group: Group, sparse: bool) -> Tensor:

@@ -195,9 +195,9 @@ def _mean_and_variance(x: Tensor) -> tuple[Tensor, Tensor]:
     """Of each channel of [batch, channels, positions]: rows are summed fast, their sums added up in float64. On a CPU
     torch.var_mean over all but the channels takes 20 times as long."""
     count = x.shape[0] * x.shape[2]
-    mean = x.sum(-1).to(wide(x)).sum(0) / count
-    square = torch.linalg.vector_norm(x, dim=-1).to(wide(x)).square().sum(0) / count
-    return mean.to(x.dtype), (square - mean.square()).clamp_min(0)
+    mean = (x.sum(-1).to(wide(x)).sum(0) / count).to(x.dtype)
+    lengths = torch.linalg.vector_norm(x - mean[:, None], dim=-1)
+    return mean, lengths.to(wide(x)).square().sum(0) / count
 
 
 @register_layer(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
