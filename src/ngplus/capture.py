@@ -17,6 +17,8 @@ On the way from gradient to step: the beginning. What it sees in backward goes t
 
 from __future__ import annotations
 
+import inspect
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -84,6 +86,7 @@ class Capture:
         self.in_eval = False  # record in eval mode, too: for study, never in training
         self.armed = False  # is any matrix?
         self._depth = 0
+        self._thread = 0  # of the outermost call
         self._call: Call | None = None
         self._calls: weakref.WeakKeyDictionary[Call, None] = weakref.WeakKeyDictionary()  # in their order
         self._task = -1  # the outermost backward pass under way
@@ -159,7 +162,11 @@ class Capture:
     def _before_forward(self, inputs: Any) -> None:
         if not torch.is_grad_enabled() or _functional():
             return
+        if self._depth and self._thread == threading.get_ident() and not self._is_called_by_itself():
+            self._depth, self._call = 0, None  # Ctrl-C has broken the last call off: no hook runs then
         self._depth += 1
+        if self._depth == 1:
+            self._thread = threading.get_ident()
         if self._depth > 1 or torch._C._current_graph_task_id() != -1:
             return
         self._task = -1
@@ -171,6 +178,15 @@ class Capture:
         # Until the output is known: the most common first dimension, of the tensor with the most dimensions.
         ranked = sorted(self._leading(inputs), key=lambda s: (-self._sizes[s[0]], -s[1]))
         self._call.batch_size = self._call.expected = ranked[0][0] if ranked else None
+
+    def _is_called_by_itself(self) -> bool:
+        """Is the call that begins a part of one that is still under way?"""
+        frame, model, found = inspect.currentframe(), self._model(), 0
+        while frame is not None:
+            if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is model:
+                found += 1
+            frame = frame.f_back
+        return found > 1
 
     def _notice(self) -> None:
         """A training pass begins: parameters may have been frozen, thawed or cast since the last one."""
@@ -228,8 +244,9 @@ class Capture:
             return False
         if torch.is_grad_enabled():
             return not _functional()
-        if self._call is not None and torch._C._current_graph_task_id() == -1:
-            self._call.hidden[id(matrix)] += 1
+        call = self._call  # read once: another thread's call may end in between
+        if call is not None and torch._C._current_graph_task_id() == -1:
+            call.hidden[id(matrix)] += 1
         return False
 
     def batch(self, use: Use) -> Batch:

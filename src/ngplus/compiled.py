@@ -133,6 +133,7 @@ class CompiledCalls:
         eagerly = _Eagerly(self._listener)
 
         def before(module: nn.Module, args: Any) -> None:
+            eagerly.leave()  # what a call has left that was broken off by Ctrl-C, when no hook runs
             eagerly.enter()
 
         def after(module: nn.Module, args: Any, output: Any) -> None:

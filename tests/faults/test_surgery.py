@@ -180,6 +180,46 @@ def test_threads_that_share_a_model() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("inside", ["training", "looking"])
+def test_attention_that_threads_share(inside: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread is in the middle of attention, in a refresh pass or without gradients, when another one calls it."""
+    torch.manual_seed(0)
+    attention, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.randn(3, 5, 4)
+    wanted = attention(x, x, x)[0].detach()
+    optimizer = ngplus.NGPlus(attention, lr=0.01)
+    entered, go_on, made = threading.Event(), threading.Event(), {}
+    softmax = nn.functional.softmax
+
+    def slow(*args: Any, **kwargs: Any) -> Tensor:
+        if threading.current_thread().name == inside:
+            entered.set()
+            assert go_on.wait(30)
+        return softmax(*args, **kwargs)
+
+    def call(gradients: bool) -> None:
+        with torch.set_grad_enabled(gradients):
+            made[threading.current_thread().name] = attention(x, x, x)[0]
+
+    monkeypatch.setattr(nn.functional, "softmax", slow)
+    threads = {name: threading.Thread(target=call, args=(name == "training",), name=name) for name in NAMES}
+    threads[inside].start()
+    assert entered.wait(30)
+    (other,) = (thread for name, thread in threads.items() if name != inside)
+    other.start()
+    other.join(0.2)
+    go_on.set()
+    for thread in threads.values():
+        thread.join(30)
+    for name in NAMES:
+        torch.testing.assert_close(made[name].detach(), wanted)
+    made["training"].square().mean().backward()
+    optimizer.step()
+    assert {row.source for row in optimizer.plan()} == {"sample"}
+
+
+NAMES = ("training", "looking")
+
+
 # ------------------------------------------------------------------------------------------------ size
 
 

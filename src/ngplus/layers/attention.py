@@ -9,6 +9,8 @@ On the way from gradient to step: the rule between capture and factors, for atte
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +53,7 @@ class MultiheadAttentionRule(LayerRule):
 
     def watch(self, module: nn.Module, watcher: Watcher) -> list[Any]:
         assert isinstance(module, nn.MultiheadAttention)
-        under_way: list[bool] = []  # one entry for each call of this module whose projections were made here
+        calls = _Calls(module)
         handles: list[Any] = []
 
         def stands_between(module: nn.MultiheadAttention) -> bool:
@@ -61,7 +63,7 @@ class MultiheadAttentionRule(LayerRule):
             return [last, first] != [handle.id for handle in handles] or any(others)
 
         def before(module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            under_way.append(False)
+            calls.enter()
             matrices = range(len(self.matrices(module)))
             if not any(watcher.recording(i) for i in matrices):
                 return None
@@ -80,16 +82,16 @@ class MultiheadAttentionRule(LayerRule):
                 return None
             if query.is_nested:
                 return None
+            if not calls.keep_out_others():
+                return None
             q, k, v = _project(module, query, key, value, watcher)
             _hide_projections(module, query)
-            under_way[-1] = True
             rest = {n: x for n, x in kwargs.items() if n not in ("query", "key", "value")}
             return (q, k, v, *args[3:]), rest
 
         def after(module: nn.MultiheadAttention, args: tuple[Any, ...], output: Any) -> Any:
-            if not under_way or not under_way.pop():
+            if not calls.leave():
                 return None
-            _show_projections(module)
             if output is None:  # the call raised; hooks run all the same, so that nothing stays hidden
                 return None
             attended, *rest = output
@@ -106,6 +108,59 @@ class MultiheadAttentionRule(LayerRule):
             module.register_forward_hook(watcher.hook(after), always_call=True, prepend=True),
         ]
         return handles
+
+
+class _Calls:
+    """The calls of one module that are under way, one for each thread, and whose projections are hidden.
+
+    What is hidden is so for all threads, so that one which hides them waits for the others to leave, and these wait for
+    it. A call that is broken off by Ctrl-C does not leave, since torch's hooks then do not run: the next one of its
+    thread does it for it.
+    """
+
+    PATIENCE = 10.0  # seconds until a refresh does without this call
+
+    def __init__(self, module: nn.MultiheadAttention) -> None:
+        self._module = weakref.ref(module)
+        self._hidden_by: dict[int, bool] = {}
+        self._waits = False
+        self._changed = threading.Condition()
+
+    def _others(self) -> list[bool]:
+        own, alive = threading.get_ident(), {thread.ident for thread in threading.enumerate()}
+        return [hidden for ident, hidden in self._hidden_by.items() if ident != own and ident in alive]
+
+    def enter(self) -> None:
+        with self._changed:
+            self._leave()
+            self._changed.wait_for(lambda: not any(self._others()), self.PATIENCE)
+            self._hidden_by[threading.get_ident()] = False
+
+    def keep_out_others(self) -> bool:
+        """For the rest of this thread's call, so that projections can be hidden; False where another thread waits for
+        the same, or one does not come to an end."""
+        with self._changed:
+            if self._waits:
+                return False
+            self._waits = True
+            try:
+                alone = self._changed.wait_for(lambda: not self._others(), self.PATIENCE)
+            finally:
+                self._waits = False
+            self._hidden_by[threading.get_ident()] = alone
+            return alone
+
+    def leave(self) -> bool:
+        """Shows what this thread's call has hidden; False where that is nothing."""
+        with self._changed:
+            return self._leave()
+
+    def _leave(self) -> bool:
+        module, hidden = self._module(), self._hidden_by.pop(threading.get_ident(), False)
+        if hidden and module is not None:
+            _show_projections(module)
+        self._changed.notify_all()
+        return hidden
 
 
 def _batch(module: nn.MultiheadAttention, x: Tensor, batch: Batch) -> Batch:

@@ -10,8 +10,9 @@ On the way from gradient to step: the rule between capture and factors where the
 from __future__ import annotations
 
 import copy
+import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping, MutableSequence, MutableSet
 from typing import Any
 
 import torch
@@ -54,22 +55,34 @@ class UnknownModuleRule(LayerRule):
 
     def watch(self, module: nn.Module, watcher: Watcher) -> list[Any]:
         specs = self.matrices(module)
+        versions: dict[int, list[int]] = {}  # of the inputs of the call that each thread is in
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            if any(watcher.recording(i) for i in range(len(specs))):
+                versions[threading.get_ident()] = _versions((args, dict(kwargs)))
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-            leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
+            given = (args, dict(kwargs))
+            leaves, tree = pytree.tree_flatten(given)
+            changed = versions.pop(threading.get_ident(), None) not in (None, _versions(given))
             tensors = tuple(x.detach() if isinstance(x, Tensor) else None for x in leaves)
             outputs = pytree.tree_leaves(output)
             found = [i for i, x in enumerate(outputs) if isinstance(x, Tensor) and x.requires_grad]
             for i, spec in enumerate(specs):
                 if not watcher.recording(i):
                     continue
-                if len(found) == 1:
+                if changed:
+                    watcher.refuse(i, f"{type(module).__name__} changes its inputs in place")
+                elif len(found) == 1:
                     build = _Build(module, spec, leaves, tree, found[0])
                     watcher.record(i, outputs[found[0]], tensors, build)
                 elif found:
                     watcher.refuse(i, f"{type(module).__name__} has several outputs")
 
-        return [module.register_forward_hook(watcher.hook(after), with_kwargs=True, prepend=True)]
+        return [
+            module.register_forward_pre_hook(watcher.hook(before), with_kwargs=True),
+            module.register_forward_hook(watcher.hook(after), with_kwargs=True, prepend=True),
+        ]
 
 
 class _Build:
@@ -87,7 +100,9 @@ class _Build:
             dim = 1
         names = [name for name, on in zip(self.spec.names, active, strict=True) if on]
         kinds = [kind for kind, on in zip(self.spec.kinds, active, strict=True) if on]
-        state = {name: p.detach() for name, p in (*self.module.named_parameters(), *self.module.named_buffers())}
+        # Copies, since the module may change its weights, or a part of its inputs, in place once more.
+        own = (*self.module.named_parameters(), *self.module.named_buffers())
+        state = {name: p.detach().clone() for name, p in own}
         fixed = {name: p for name, p in state.items() if name not in names}
         varied = {name: state[name] for name in names}
         batched = dim is not None
@@ -115,7 +130,7 @@ class _Build:
             output = functional_call(bare, {**fixed, **params}, args, kwargs)
             return (pytree.tree_leaves(output)[self.output] * one(g)).sum()
 
-        tensors = [torch.zeros(()) if x is None else x for x in inputs]
+        tensors = [torch.zeros(()) if x is None else x.clone() for x in inputs]
         try:
             with torch.enable_grad():
                 per_row = vmap(grad(inner), in_dims=(None, along, dim))(varied, tensors, gradient)
@@ -130,9 +145,32 @@ class _Build:
 def _without_hooks(module: nn.Module) -> nn.Module:
     """The same module to be called once more: hooks do not run again, and what it notes of a call stays as it was."""
     bare = object.__new__(type(module))
+    seen: dict[int, Any] = {}
     for name, value in module.__dict__.items():
-        bare.__dict__[name] = copy.copy(value) if isinstance(value, list | dict | set) else value
+        bare.__dict__[name] = _copied(value, seen)
     bare.__dict__["_modules"] = {name: child and _without_hooks(child) for name, child in module._modules.items()}
     for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         bare.__dict__[name] = OrderedDict()
     return bare
+
+
+def _copied(value: Any, seen: dict[int, Any]) -> Any:
+    """Containers with the containers in them; all else as it is. ``seen``: what has been copied already."""
+    if not isinstance(value, MutableSequence | MutableMapping | MutableSet):
+        return value
+    if id(value) in seen:
+        return seen[id(value)]
+    new: Any = copy.copy(value)
+    seen[id(value)] = new
+    places: Any = () if isinstance(value, MutableSet) else range(len(value))  # in a set there are no containers
+    for place in list(value) if isinstance(value, MutableMapping) else places:
+        inner = new[place]
+        if (copied := _copied(inner, seen)) is not inner:
+            new[place] = copied
+    return new
+
+
+def _versions(tree: Any) -> list[int]:
+    """How often each tensor has been changed in place."""
+    tensors = [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor) and not x.is_inference()]
+    return [x._version for x in tensors]
