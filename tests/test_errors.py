@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import re
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import reference
@@ -535,3 +537,42 @@ def test_sharded_parameters_are_refused_where_torch_is_too_old(monkeypatch: pyte
     weight = nn.Parameter(torch.zeros(2, 3).as_subclass(Sharded))
     with pytest.raises(RuntimeError, match=r"need torch 2\.13 or newer, and this is 2\.8\.0"):
         ngplus.NGPlus([("weight", weight)], curvature="batch")
+
+
+@pytest.mark.parametrize(
+    ("options", "idle"),
+    [
+        ({}, ""),
+        ({"damping": 0.1}, "damping changes nothing with scaling='adaptive' and curvature='momentum'"),
+        ({"damping_mode": "relative", "solver": "dense"}, "damping_mode, solver change nothing"),
+        ({"curvature": "batch", "damping": 0.1, "gamma": 0.2, "beta": 0.8}, ""),
+        ({"curvature": "sample", "beta": 0.8}, "beta changes nothing"),
+        ({"scaling": "inverse", "damping": 0.1, "solver": "dense"}, ""),
+        ({"scaling": "inverse", "rate_gain": 0.1, "eps": 1e-4}, "eps, rate_gain change nothing with scaling='inverse'"),
+        ({"scaling": "inverse", "graft": "adam", "eps": 1e-4, "beta2": 0.9}, ""),
+        ({"scaling": "inverse", "gamma": 0.5}, "gamma changes nothing"),
+    ],
+    ids=str,
+)
+def test_an_option_that_changes_nothing_is_told(options: dict[str, Any], idle: str) -> None:
+    """And changes nothing indeed."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        ngplus.NGPlus(nn.Linear(3, 2), **options)
+    assert [idle in str(warning.message) for warning in seen] == ([True] if idle else [])
+    if not idle:
+        return
+    named = idle.split(" change")[0].split(", ")
+    made = []
+    for given in (options, {name: value for name, value in options.items() if name not in named}):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer = ngplus.NGPlus(model, update_every=2, **given)
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(5, 3)).square().mean().backward()
+            optimizer.step()
+        made.append(model.weight.detach())
+    assert torch.equal(*made)

@@ -217,6 +217,8 @@ def test_training_with_random_options(case: tuple[nn.Module, Tensor], options: d
         target = torch.rand(len(x), 1, dtype=torch.float64)
         optimizer.zero_grad()
         loss_fn(model(x), target).backward()
+        # A norm layer of zeros multiplies gradients by 1/sqrt(eps): then no way to solve keeps the digits asked for.
+        assume(all(float(p.grad.square().sum()) < 1e8 * options["damping"] for p in model.parameters()))
         optimizer.step()
         plain.step(x, target)
     for ours, theirs in zip(model.parameters(), plain.model.parameters(), strict=True):

@@ -5,6 +5,7 @@ On the way from gradient to step: refresh and direction, in the frame of capture
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from ngplus.faults import Trouble, look
 from ngplus.gathering import Gathering, seed_of
 from ngplus.gradients import captured_scale
 from ngplus.matrices import ParameterMatrix, Use
+from ngplus.notices import warn
 from ngplus.plan import Plan, plan_of
 from ngplus.solve import SMALL, Product
 from ngplus.steady import Share, Steady
@@ -207,7 +209,12 @@ class NGPlus(CapturedOptimizer):
             "seed": seed,
             "maximize": maximize,
         }
+        usual = {name: option.default for name, option in inspect.signature(NGPlus).parameters.items()}
+        idle = options.without_effect(defaults, {name: usual[name] for name in defaults})
         super().__init__(params, model, batch_dim, defaults, process_group, distribution)
+        if idle:
+            change = "change" if len(idle) > 1 else "changes"
+            warn(f"{', '.join(idle)} {change} nothing with {options.setting(self.defaults)}")
 
     def _settled(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return options.settled(group)

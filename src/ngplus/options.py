@@ -109,6 +109,28 @@ def check(options: Mapping[str, Any]) -> None:
             raise ValueError(f"solver={options['solver']!r} divides by the damping, which is 0: take solver='dense'")
 
 
+def setting(options: Mapping[str, Any]) -> str:
+    """What decides which of the other options count, in words."""
+    curvature = {**options, **settled(options)}["curvature"]
+    return f"scaling={options['scaling']!r} and curvature={curvature!r}"
+
+
+def without_effect(given: Mapping[str, Any], usual: Mapping[str, Any]) -> list[str]:
+    """The options that differ from the usual ones, and that change nothing beside the others."""
+    adaptive = given["scaling"] == "adaptive"
+    curvature = {**given, **settled(given)}["curvature"]
+    idle: set[str] = set()
+    if curvature != "batch":
+        idle |= {"gamma"} | ({"damping", "damping_mode"} if adaptive else set())
+    if curvature == "sample":
+        idle.add("beta")
+    if adaptive:
+        idle.add("solver")
+    else:
+        idle |= {"rate_gain", "second_moment"} | (set() if given["graft"] == "adam" else {"beta2", "eps"})
+    return [name for name in usual if name in idle and given[name] is not usual[name] and given[name] != usual[name]]
+
+
 def choice(name: str, value: Any, choices: Sequence[Any] | None = None) -> None:
     """ValueError where the value is none of those that the option has, or of these."""
     known = CHOICES[name] if choices is None else choices
