@@ -576,3 +576,11 @@ def test_an_option_that_changes_nothing_is_told(options: dict[str, Any], idle: s
             optimizer.step()
         made.append(model.weight.detach())
     assert torch.equal(*made)
+
+
+def test_parameters_of_another_model() -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="None of the parameters is one of model="):
+        ngplus.NGPlus(model.parameters(), model=other)
+    mixed = ngplus.NGPlus([*model.parameters(), *other.parameters()], model=model, side="both")
+    assert [row.note for row in mixed.plan()] == ["", *["it is no parameter of the model that was given"] * 2]

@@ -1,7 +1,8 @@
 """An optimizer whose parameters are bound to matrices: which matrix has which parameters, options, ranks and capture.
 
 What stands here changes rarely: construction, a new parameter group, the ranks found, a checkpoint loaded. Whether a
-matrix is due for a refresh, k mod T == 0, is told from here, too. The step itself is in :mod:`ngplus.captured`.
+matrix is due for a refresh, every T steps and early, is told from here, too. The step itself is in
+:mod:`ngplus.captured`.
 
 On the way from gradient to step: before the first step, and between steps: it arms the capture for the next refresh.
 """
@@ -90,6 +91,12 @@ class BoundOptimizer(Optimizer):
         self._matrices: list[ParameterMatrix] = []
         self._gathering: Gathering | None = None
         super().__init__(params, defaults)
+        own = set() if self._model is None else set(self._model.parameters())
+        if self._model is not None and own.isdisjoint(p for group in self.param_groups for p in group["params"]):
+            raise ValueError(
+                f"None of the parameters is one of model=, a {type(self._model).__name__}: give the model that they "
+                "are of, as it is now (a copy, or one that was sharded since, has others)"
+            )
         self._watch()
 
     # ---------------------------------------------------------------------------------------------- of each method

@@ -1,6 +1,6 @@
 """An optimizer whose curvature comes from the capture: the frame that NG+ and its rivals share.
 
-``step`` reads like Algorithm 1 of the paper: take the gradients, refresh the curvature where k mod T == 0, turn
+``step`` reads like Algorithm 1 of the paper: take the gradients, refresh the curvature where it is due, turn
 gradients into directions, update the parameters, arm the capture for the next refresh. A method says what it gathers,
 how a refresh turns that into state, and how state turns a gradient into a direction.
 
@@ -126,8 +126,8 @@ class CapturedOptimizer(BoundOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """A refresh where one is due: k mod T == 0, early, or by drift. Then W <- W - lr * direction, with weight decay
-        as in SGD and, where the scaling is "inverse", its momentum."""
+        """A refresh where one is due: every T steps, early, or by drift. Then W <- W - lr * direction, with weight
+        decay as in SGD and, where the scaling is "inverse", its momentum."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -239,10 +239,13 @@ def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tupl
         elif _is_leaf(module):
             for index, spec in enumerate(unknown.matrices(module)):
                 bind(module, unknown, index, spec, "vmap")
+    in_model = set(params if model is None else model.parameters())
     for param, name in params.items():
         if param not in of_param:
             matrices.append(lone_matrix(name, param))
-            matrices[-1].reason = "no layer rule covers it"
+            matrices[-1].reason = (
+                "no layer rule covers it" if param in in_model else "it is no parameter of the model that was given"
+            )
             of_param[param] = (matrices[-1], 0)
     # A parameter that lies one way in one module and another way in a second has no one matrix for both.
     for param in clashes:
