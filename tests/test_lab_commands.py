@@ -108,6 +108,25 @@ def test_compare_keeps_what_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(steps) == 5
 
 
+@pytest.mark.parametrize("gone", ["config.json", "metrics.jsonl"])
+def test_an_ended_run_of_which_a_file_is_gone_is_damaged_for_all_commands(gone: str) -> None:
+    arguments = ["compare", "digits", "--optimizers", "sgd,adam", "--seeds", "1", *SHORT]
+    ngplus(*arguments)
+    (Path("runs/digits-small/sgd-seed0") / gone).unlink()
+    assert f"without its {gone}" in ngplus(*arguments, code=2)
+    if gone == "metrics.jsonl":  # a folder without a configuration may be anything
+        assert f"without its {gone}" in ngplus("report", "runs", code=2)
+    ngplus(*arguments, "--fresh")
+    assert "2 runs in" in ngplus("report", "runs", "--no-png")
+
+
+def test_an_option_that_is_refused_leaves_the_folder_free() -> None:
+    assert "learning rate" in ngplus("train", "digits", "--lr", "-1", code=2)
+    assert "finished" in ngplus("train", "digits", *SHORT)
+    assert "learning rate" in ngplus("train", "digits", "-o", "adam", "--lr", "-1", code=2)
+    ngplus("compare", "digits", "--optimizers", "adam", "--seeds", "1", *SHORT)
+
+
 def test_compare_tells_of_runs_that_other_code_has_made() -> None:
     arguments = ["compare", "digits", "--optimizers", "sgd,adam", "--seeds", "1", *SHORT]
     other = "come from other code than that at hand"

@@ -204,7 +204,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(damage: str, tmp_path: Path) ->
 
         torch.save(Evil(), path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    with pytest.raises(RunError, match=r"checkpoint\.pt"):
+    with pytest.raises(RunError, match=r"(?s)checkpoint\.pt.* train --resume or compare begins the run anew"):
         training.run(made, Tiny(), tmp_path, resume=True)
     assert not (tmp_path / "ran").exists()
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
@@ -321,6 +321,27 @@ def test_another_run_in_the_folder_is_an_error(tmp_path: Path) -> None:
     training.run(config(), Tiny(), tmp_path)
     with pytest.raises(RunError, match="seed 0 there and 1 now"):
         training.run(config(seed=1), Tiny(), tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("gone", ["config.json", "metrics.jsonl"])
+def test_an_ended_run_of_which_a_file_is_gone_is_not_taken_for_another(gone: str, tmp_path: Path) -> None:
+    training.run(config(), Tiny(), tmp_path / "run")
+    (tmp_path / "run" / gone).unlink()
+    for made in (config(), config(seed=1)):
+        with pytest.raises(RunError, match=rf"without its {gone}.* Remove the run's folder, or let compare --fresh"):
+            training.run(made, Tiny(), tmp_path / "run", resume=True)
+    assert not (tmp_path / "run" / gone).exists()
+
+
+def test_settings_that_are_refused_do_not_take_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="learning rate"):
+        training.run(config("adam", hyper={"lr": -1.0}), Tiny(), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} <= {".lock"}
+    runs.write_json(
+        tmp_path / "config.json", config(seed=5).as_dict()
+    )  # as of a run that was killed before its first look
+    assert training.run(config("adam"), Tiny(), tmp_path).status == "finished"
+    assert runs.load(tmp_path).config == config("adam")
 
 
 def test_two_processes_do_not_share_a_run(tmp_path: Path) -> None:

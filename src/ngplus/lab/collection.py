@@ -42,11 +42,10 @@ def find(places: Iterable[Path]) -> list[Run]:
             continue
         if not place.is_dir():
             raise RunError(f"There is no folder {place}. Name one with runs, or a file of ngplus report --json")
-        # other things have a config.json as well
-        folders = [
-            path.parent for path in sorted(place.rglob("metrics.jsonl")) if path.with_name("config.json").exists()
-        ]
-        here = [load(folder) for folder in folders]
+        # other things have a config.json as well; a result without metrics is a damaged run, and load says so
+        files = [path for name in ("metrics.jsonl", "result.json") for path in place.rglob(name)]
+        folders = {path.parent for path in files if path.with_name("config.json").exists()}
+        here = [load(folder) for folder in sorted(folders)]
         if not here:
             raise RunError(
                 f"There are no runs in {place}: no config.json with a metrics.jsonl, neither there nor below. "

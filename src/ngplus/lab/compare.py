@@ -85,7 +85,7 @@ def _check_folders(configs: dict[Path, Config], fresh: bool) -> None:
     from ngplus.lab import runs
 
     for folder, config in configs.items():
-        if not (folder / "config.json").exists():
+        if not runs.begun(folder):
             continue
         if fresh and shared.is_first():
             with runs.locked(folder):

@@ -31,6 +31,7 @@ CURVE = ("training", "optimizers", "schedules", "processes", "runs")  # the labo
 FILES = ("result.json", "checkpoint.pt", "metrics.jsonl", "environment.json", "config.json")
 Metrics = list[dict[str, Any]]
 ANEW = "Remove what is damaged, and make it again"
+WHOLE = "Remove the run's folder, or let compare --fresh make it again"
 
 
 class RunError(Exception):
@@ -299,11 +300,20 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
+def begun(folder: Path) -> bool:
+    """Is there anything of a run but what was asked for? A run that was refused leaves no more than that."""
+    return any((folder / name).exists() for name in ("result.json", "checkpoint.pt", "metrics.jsonl"))
+
+
 def load(folder: Path) -> Run:
-    """The run in a folder."""
+    """The run in a folder; a run of which a file is gone is refused, since it would be taken for another one."""
+    if begun(folder) and not (folder / "config.json").exists():
+        raise RunError(f"{folder} has a run without its config.json: nobody knows which one. {WHOLE}")
     config = Config.from_dict(read_json(folder / "config.json"), folder / "config.json")
     place, ending = folder / "environment.json", folder / "result.json"
     surroundings = read_json(place) if place.exists() else {}
+    if ending.exists() and not (folder / "metrics.jsonl").exists():
+        raise RunError(f"{folder} has the result of a run without its metrics.jsonl: it is damaged. {WHOLE}")
     return Run(
         path=folder,
         config=config,

@@ -34,6 +34,7 @@ from ngplus.lab.runs import (
     Metrics,
     Result,
     RunError,
+    begun,
     load,
     locked,
     plain,
@@ -47,7 +48,7 @@ from ngplus.lab.workloads import Task
 
 OnStep = Callable[[int, float, float], None]  # steps done, loss, seconds of training
 OnLook = Callable[[int, float | None], str]  # steps done, the measure; a reason to end the run, or nothing
-_ANEW = "Remove it, and --resume begins the run anew"
+_ANEW = "Remove it, and train --resume or compare begins the run anew"
 
 
 class Divergence(Exception):
@@ -80,15 +81,17 @@ def run(
         if folder is not None and processes.rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(folder))
-            _claim(config, folder, resume)
+            _check(config, folder, resume)
         if folder is not None:
             processes.barrier()
-            ended = load(folder).result
+            ended = load(folder).result if begun(folder) else None
             if ended is not None and ended.ended:
                 return ended
         stopping = stack.enter_context(processes.stop_signals())
         session = _Session(config, task, folder, device)
         stack.callback(session.close)
+        if folder is not None and processes.rank() == 0 and not begun(folder):
+            _claim(config, folder)  # after the settings have been found to work
         session.begin()
         status, reason = session.train(stopping, checkpoint_every or config.evaluate_every, on_step, on_look)
         return session.end(status, reason, final)
@@ -102,17 +105,20 @@ def _check_device(device: str) -> None:
         raise RunError(f"--device {device} cannot be used with this torch, {torch.__version__}: {reason}") from error
 
 
-def _claim(config: Config, folder: Path, resume: bool) -> None:
-    """Makes a new run of the folder, or makes sure that the run in it is this one."""
+def _check(config: Config, folder: Path, resume: bool) -> None:
+    """Makes sure that the folder is free, or the run in it this one."""
     for left in folder.glob(".*.part"):  # by a kill in the middle of writing
         left.unlink(missing_ok=True)
-    if (folder / "config.json").exists():
+    if begun(folder):
         held = load(folder)
         if difference := config.difference(held.config):
             raise RunError(f"{folder} has another run: {difference}. Take another folder, or remove this one")
         if not resume and not (held.result is not None and held.result.ended):
             raise RunError(f"{folder} has a run that has not ended: --resume goes on with it, --out takes another one")
-        return
+
+
+def _claim(config: Config, folder: Path) -> None:
+    """Makes a new run of the folder."""
     write_json(folder / "environment.json", surroundings())
     write_json(folder / "config.json", config.as_dict())
 
