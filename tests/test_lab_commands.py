@@ -20,8 +20,9 @@ pytest.importorskip("pytorch_optimizer")
 
 from typer.testing import CliRunner
 
-from ngplus.lab import collection, runs, training
+from ngplus.lab import collection, runs, training, workloads
 from ngplus.lab.cli import app
+from ngplus.lab.workloads.digits import Digits
 
 CONFIG = runs.Config("digits", "small", "sgd", {}, 100, 100, 16, 10, 0.9, "accuracy", True)
 SHORT = ["--steps", "6", "--evaluate-every", "3", "--batch-size", "16", "--set", "width=4"]
@@ -370,6 +371,26 @@ def test_plan_past_this_machine() -> None:
         (["train", "digits", "--schedule", "cosin"], "did you mean 'cosine'"),
         (["train", "digits", "--lr", "-1"], "learning rate"),
         (["train", "digits", "--set", "damping=[1]"], "damping"),
+        (["train", "digits", "--lr", "inf"], "--lr is a finite number"),
+        (["train", "digits", "--set", "lr=Infinity"], "--set lr takes a finite number"),
+        (["train", "digits", "--target", "nan"], "--target is a finite number"),
+        (["train", "digits", "--set", "width=-3"], "digits with these settings: "),
+        (["train", "digits", "--set", "width=0"], "with these settings: "),
+        (["plan", "digits", "--set", "width=-3"], "with these settings: "),
+        (["train", "digits", "--set", "width=null"], "--set width takes a whole number, not null"),
+        (["train", "digits", "--set", "width=abc"], '--set width takes a whole number, not "abc"'),
+        (["train", "digits", "--set", "width=1.5"], "--set width takes a whole number, not 1.5"),
+        (["train", "digits", "--set", "width=true"], "--set width takes a whole number, not true"),
+        (["train", "autoencoder", "--set", "widths=[8, 1.5]"], "each number of widths takes a whole number, not 1.5"),
+        (["train", "digits", "--set", "process_group=3"], "no setting of ngplus or digits 'process_group'"),
+        (["train", "digits", "--set", "distribution=memory"], "no setting of ngplus or digits 'distribution'"),
+        (["train", "digits", "-o", "adamw", "--set", "betas=3"], "--set betas takes a list"),
+        (
+            ["train", "digits", "-o", "adamw", "--set", "foreach=true", "--set", "fused=true"],
+            "adamw with these settings",
+        ),
+        (["train", "digits", "--device", "meta"], "--device meta has no numbers"),
+        (["train", "digits", "--threads", "100000"], "--threads 100000 is too many"),
         (["compare", "digits", "--optimizers", "sgd,nope"], "no optimizer 'nope'"),
         (["compare", "digits", "--optimizers", ","], "No optimizer is named"),
         (["compare", "digits", "--set", "lr=1"], "no setting of digits 'lr'"),
@@ -395,6 +416,35 @@ def test_a_workload_without_its_data_says_what_to_do() -> None:
     assert "NGPLUS_DATA" in said
 
 
+@pytest.mark.parametrize(
+    ("workload", "setting", "words"),
+    [
+        ("multi30k", "model.banana=7", "no option of multi30k.model 'banana'"),
+        ("cifar10", "model.banana=7", "no option of cifar10.model 'banana'"),
+        ("cifar10", 'model={"banana": 7}', "no option of model 'banana'"),
+        ("multi30k", "model.dropout=0.1", "NGPLUS_DATA"),  # not in the preset, but read
+        ("cifar10", "micro_batch=null", "NGPLUS_DATA"),
+        ("cifar10", "model.downsample_in_bottleneck=true", "NGPLUS_DATA"),
+        ("criteo", "rows=100", "NGPLUS_DATA"),
+        ("criteo", "model.sparse=true", "NGPLUS_DATA"),
+        ("qm9", "loss_unit=eV", "NGPLUS_DATA"),
+    ],
+)
+def test_an_option_that_nobody_reads_is_refused(workload: str, setting: str, words: str) -> None:
+    for library in ("PIL", "transformers", "tokenizers", "torch_geometric"):
+        pytest.importorskip(library)
+    assert words in ngplus("train", workload, "--set", setting, code=2)
+
+
+def test_options_that_a_workload_cannot_work_with_are_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Demanding(Digits):
+        def open(self, preset: Any, data: Path | None) -> Any:
+            return preset.options["model"]["cutoff"]
+
+    monkeypatch.setattr(workloads, "get", lambda name: Demanding())
+    assert "digits with these settings: 'model' is missing" in ngplus("train", "digits", code=2)
+
+
 def test_hostile_names_do_not_reach_the_terminal() -> None:
     said = CliRunner().invoke(app, ["train", "digits\x1b[31m[red]"]).output
     assert "\x1b" not in said
@@ -405,6 +455,10 @@ def test_a_damaged_preset_is_named() -> None:
     Path("presets").mkdir()
     Path("presets/digits.json").write_text('{"presets": {"small": {"sgd": {"hyper": [], "run": {}}}}}')
     assert "presets/digits.json" in ngplus("train", "digits", "-o", "sgd", code=2)
+    for wrong in ('{"steps": "x"}', '{"steps": 0}', '{"warmup": true}', '{"schedule": 1}', '{"lr": 1}'):
+        content = f'{{"presets": {{"small": {{"sgd": {{"hyper": {{}}, "run": {wrong}}}}}}}}}'
+        Path("presets/digits.json").write_text(content)
+        assert "not in the right form" in ngplus("train", "digits", "-o", "sgd", code=2)
     Path("presets/digits.json").write_text("{")
     assert "presets/digits.json" in ngplus("train", "digits", "-o", "sgd", code=2)
 

@@ -70,7 +70,7 @@ def compare(
                 for rival in wanted
             }
             _check_folders(configs, fresh)
-            parts.append((chosen, chosen.open(size, data), configs, root))
+            parts.append((chosen, shared.open_task(chosen, size, data), configs, root))
         with processes.group(device):
             for chosen, task, configs, root in parts:
                 runs, going_on = _make(configs, task, device, console)

@@ -38,6 +38,8 @@ class Range:
     log: bool = True
 
 
+# arguments that no user sets by text: the laboratory gives the first two, torchrun's processes decide the others
+NOT_SET = ("params", "model", "process_group", "distribution")
 Build = Callable[[nn.Module, type[Any], dict[str, Any]], Trainer]
 
 
@@ -70,7 +72,15 @@ class Rival:
     def options(self) -> list[str]:
         """The names of its hyper-parameters."""
         parameters = inspect.signature(self.load()).parameters.values()
-        return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in ("params", "model")]
+        return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in NOT_SET]
+
+    def check(self, hyper: Mapping[str, Any]) -> None:
+        """ValueError for one number where the class takes several, such as betas."""
+        parameters = inspect.signature(self.load()).parameters
+        for name, value in hyper.items():
+            usual = parameters[name].default if name in parameters else None
+            if isinstance(usual, tuple) and not isinstance(value, list | tuple):
+                raise ValueError(f"--set {name} takes a list, as in --set {name}={list(usual)}, not {value!r}")
 
     def make(self, model: nn.Module, hyper: Mapping[str, Any]) -> Trainer:
         """The optimizer for a model; ValueError for a hyper-parameter that it does not have."""

@@ -146,15 +146,17 @@ def _of_workload(name: str, preset: str, optimizer: str, sets: list[str], data: 
     import torch
 
     from ngplus.lab import optimizers
+    from ngplus.lab.training import with_settings
 
     changes = {} if batch_size is None else {"batch_size": batch_size}
     workload, size = shared.open_preset(name, preset, changes, sets, optimizer)
     own = [text for text in sets if text.partition("=")[0] in optimizers.get(optimizer).options()]
-    task = workload.open(size, data)
+    task = shared.open_task(workload, size, data)
     torch.manual_seed(0)
-    model = task.model()
-    made = _plan_of(model, optimizer, own)
-    task.loss(model, task.batch(0, 0)).backward()
-    made.step()
+    with with_settings(f"{name} with {optimizer}"):
+        model = task.model()
+        made = _plan_of(model, optimizer, own)
+        task.loss(model, task.batch(0, 0)).backward()
+        made.step()
     found: Plan = made.plan()
     return found

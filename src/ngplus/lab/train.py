@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,12 +18,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from ngplus.lab import options
+from ngplus.lab.optimizers import check_name
 
 if TYPE_CHECKING:
     from ngplus.lab.presets import Tuned
     from ngplus.lab.runs import Config, Result
     from ngplus.lab.training import OnStep
-    from ngplus.lab.workloads import Preset, Workload
+    from ngplus.lab.workloads import Preset, Task, Workload
 
 SEED_HELP = "Of the initial weights, the batches and dropout."
 
@@ -68,7 +70,7 @@ def train(
         config = configure(chosen, preset, size, optimizer, seed=seed, lr=lr, sets=sets or [], presets=presets)
         folder = out or Path("runs") / f"{workload}-{preset}" / f"{optimizer}-seed{seed}"
         there = (folder / "result.json").exists()
-        task = chosen.open(size, data)
+        task = open_task(chosen, size, data)
         with bars(console) as board:
             on_step = board.start(config)
             result = training.run(
@@ -109,24 +111,77 @@ def open_preset(
 ) -> tuple[Workload, Preset]:
     """The workload, and its preset with the user's changes."""
     from ngplus.lab import workloads
-    from ngplus.lab.optimizers import check_name
     from ngplus.lab.runs import plain
 
     chosen = workloads.get(workload)
     check_name(preset, chosen.presets, f"preset of {workload}")
+    if not math.isfinite(changes.get("target", 0.0)):
+        raise ValueError(f"--target is a finite number, not {changes['target']}")
     size = replace(chosen.presets[preset], **changes)
     held: dict[str, Any] = plain(size.options)
+    known = known_options(chosen, preset)
     for key, value in assignments(sets):
-        if not is_hyper(key, optimizer, list(held), workload):
+        if not is_hyper(key, optimizer, list(known), workload):
             *path, last = key.split(".")
-            place = held
+            place, sample = held, known
             for part in path:
-                check_name(part, place, f"group of options of {workload}")
-                place = place[part]
-                if not isinstance(place, dict):
+                check_name(part, sample, f"group of options of {workload}")
+                place, sample = place.setdefault(part, {}), sample[part]
+                if not isinstance(sample, dict) or not isinstance(place, dict):
                     raise ValueError(f"The option {part!r} of {workload} is no group: --set {part}=VALUE")
+            check_name(last, sample, f"option of {'.'.join([workload, *path])}")
+            check_option(key, value, sample[last])
             place[last] = value
     return chosen, replace(size, options=held)
+
+
+def known_options(workload: Workload, preset: str) -> dict[str, Any]:
+    """The options that a workload has, each with a value that shows its kind; None where anything may stand."""
+    held: dict[str, Any] = {}
+    for size in (*workload.presets.values(), workload.presets[preset]):
+        held = _merged(held, size.options)
+    return _merged(held, workload.optional)
+
+
+def _merged(held: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, group by group; where both have a value, the other's."""
+    both = {
+        key: _merged(held[key], value) if isinstance(value, Mapping) and isinstance(held.get(key), Mapping) else value
+        for key, value in other.items()
+    }
+    return {**held, **both}
+
+
+def check_option(key: str, value: Any, sample: Any) -> None:
+    """ValueError for a value of another kind than the sample: 1.5 for a width would be cut to 1, without a word."""
+    kinds: list[tuple[Any, str]] = [  # bool comes first, since it is an int as well
+        (bool, "true or false"),
+        (int, "a whole number"),
+        (float, "a number"),
+        (str, "a text"),
+        (list | tuple, "a list, as in [1, 2]"),
+        (Mapping, "a group of options, as in {...}"),
+    ]
+    anything: tuple[Any, str] = (object, "")
+    kind, words = next((pair for pair in kinds if isinstance(sample, pair[0])), anything)
+    wanted: Any = int | float if kind is float else kind
+    if not isinstance(value, wanted) or (isinstance(value, bool) and kind not in (bool, object)):
+        raise ValueError(f"--set {key} takes {words}, not {json.dumps(value)}")
+    if kind is Mapping:
+        for name, entry in value.items():
+            check_name(name, sample, f"option of {key}")
+            check_option(f"{key}.{name}", entry, sample[name])
+    if isinstance(sample, list | tuple) and sample:
+        for entry in value:
+            check_option(f"each number of {key}", entry, sample[0])
+
+
+def open_task(workload: Workload, size: Preset, data: Path | None) -> Task:
+    """The workload with its data; options that it cannot work with are an error in words."""
+    from ngplus.lab.training import with_settings
+
+    with with_settings(workload.name):
+        return workload.open(size, data)
 
 
 def configure(
@@ -159,7 +214,10 @@ def configure(
     own = {
         key: value for key, value in assignments(sets) if is_hyper(key, optimizer, list(size.options), workload.name)
     }
+    rival.check(own)
     if lr is not None:
+        if not math.isfinite(lr):
+            raise ValueError(f"--lr is a finite number, not {lr}")
         own["lr"] = lr
     original = workload.presets[preset]
     # what the user has asked for comes before a recipe's own
@@ -211,9 +269,12 @@ def assignments(sets: Sequence[str]) -> list[tuple[str, Any]]:
         if not equals or not key:
             raise ValueError(f"--set takes KEY=VALUE, as in --set width=32, not {text!r}")
         try:
-            pairs.append((key, json.loads(value)))
-        except ValueError:
-            pairs.append((key, value))
+            held = json.loads(value)
+        except (ValueError, RecursionError):
+            held = value
+        if isinstance(held, float) and not math.isfinite(held):
+            raise ValueError(f"--set {key} takes a finite number, not {held}")
+        pairs.append((key, held))
     return pairs
 
 
@@ -242,6 +303,9 @@ def use_threads(threads: int | None, preset: str) -> None:
     if threads is not None:
         import torch
 
+        cores = os.cpu_count() or 1
+        if threads > (most := max(16, 4 * cores)):
+            raise ValueError(f"--threads {threads} is too many for {count(cores, 'core')}: it takes {most} at most")
         torch.set_num_threads(threads)
 
 

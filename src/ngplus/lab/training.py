@@ -18,8 +18,8 @@ import os
 import time
 import warnings
 import zipfile
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from ngplus.lab.runs import (
     write_json,
 )
 from ngplus.lab.runs import environment as surroundings
-from ngplus.lab.workloads import Task
+from ngplus.lab.workloads import DataError, Task
 
 OnStep = Callable[[int, float, float], None]  # steps done, loss, seconds of training
 OnLook = Callable[[int, float | None], str]  # steps done, the measure; a reason to end the run, or nothing
@@ -98,11 +98,25 @@ def run(
 
 
 def _check_device(device: str) -> None:
+    if device.partition(":")[0] == "meta":
+        raise RunError("--device meta has no numbers, and nothing can be trained on it: cpu and cuda have")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise RunError(f"--device {device} cannot be used with this torch, {torch.__version__}: {reason}") from error
+
+
+@contextmanager
+def with_settings(what: str) -> Iterator[None]:
+    """What somebody's settings make of a model, an optimizer or a first step is raised as a sentence."""
+    try:
+        yield
+    except (RunError, DataError, Divergence, ImportError, OSError):  # they say themselves what is wrong
+        raise
+    except Exception as error:  # a size that is negative, a missing option: each library has errors of its own
+        told = f"{error} is missing" if isinstance(error, KeyError) else str(error).strip().partition("\n")[0]
+        raise RunError(f"{what} with these settings: {told or type(error).__name__}") from error
 
 
 def _check(config: Config, folder: Path, resume: bool) -> None:
@@ -151,15 +165,11 @@ class _Session:
 
     def _make(self, device: str) -> tuple[nn.Module, optimizers.Trainer]:
         torch.manual_seed(self.config.seed)
-        try:
+        with with_settings(self.config.workload):
             model = self.task.model().to(device)
-        except TypeError as error:  # an option that the model does not have
-            raise RunError(f"{self.config.workload}: {error}") from error
         model.train()
-        try:
+        with with_settings(self.config.optimizer):
             return model, optimizers.get(self.config.optimizer).make(model, _tuples(self.config.hyper))
-        except (TypeError, ValueError) as error:
-            raise RunError(f"{self.config.optimizer}: {error}") from error
 
     def _warm_up(self, device: str) -> None:
         """One step on a model that is thrown away: no run pays for what a process does at its first step only. What
@@ -167,7 +177,8 @@ class _Session:
         model, optimizer = self._make(device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said again by the first step that counts
-            with suppress(Divergence):  # met again by the first step that counts
+            # a divergence is met again by the first step that counts
+            with suppress(Divergence), with_settings(f"{self.config.workload} with {self.config.optimizer}"):
                 _train_step(self.task, model, optimizer, self.task.batch(self.config.seed, self.rank))
 
     # ---------------------------------------------------------------------------------------------- begin and go on

@@ -91,7 +91,7 @@ def tune(
                 base = shared.configure(chosen, preset, size, rival, seed=TUNING_SEED, hyper={}, presets=presets)
                 study = open_study(storage, f"{name}-{preset}-{rival}-{suffix}", base)
                 plans.append(Plan(rivals.get(rival), base, study, trials, finalists, seed, seeds, objective, limit))
-            parts.append((chosen.open(size, data), plans))
+            parts.append((shared.open_task(chosen, size, data), plans))
         written: set[str] = set()
         # What other processes are at is left to them at first; at the end it is made here if it never came.
         for patient in (True, False):

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ngplus.lab.runs import Config, RunError, read_json, write_json
+from ngplus.lab.runs import Config, RunError, is_number, read_json, write_json
 
 LOCAL = Path("presets")
 SHIPPED = Path(__file__).parent
-RUN_KEYS = ("steps", "schedule", "warmup", "damping_decay")
+WHOLE = {"steps": 1, "warmup": 0}  # whole numbers of a run, and the least of each
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,20 @@ def lookup(workload: str, preset: str, optimizer: str, folder: Path | None = Non
         entry = _read(place / f"{workload}.json").get(preset, {}).get(optimizer)
         if entry is not None:
             hyper, run = (entry.get(key) for key in ("hyper", "run")) if isinstance(entry, dict) else (None, None)
-            if not isinstance(hyper, dict) or not isinstance(run, dict) or set(run) - set(RUN_KEYS):
+            if not isinstance(hyper, dict) or not isinstance(run, dict) or not all(map(_fits, run, run.values())):
                 raise RunError(
                     f"{place / f'{workload}.json'} has an entry for {optimizer} that is not in the right form. Remove "
                     "it, and ngplus tune writes it again"
                 )
             return Tuned(hyper, run, entry.get("tuning"))
     return None
+
+
+def _fits(name: str, value: Any) -> bool:
+    """May a recipe change it in this way?"""
+    if name in WHOLE:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= WHOLE[name]
+    return isinstance(value, str) if name == "schedule" else name == "damping_decay" and is_number(value)
 
 
 def store(run: Config, tuned: Tuned, folder: Path | None = None) -> Path:

@@ -72,6 +72,8 @@ class Workload(ABC):
     measure: ClassVar[str]  # the metric that the target is about
     higher_is_better: ClassVar[bool]
     presets: ClassVar[Mapping[str, Preset]]  # "small" and "paper"
+    # options that the code reads and not every preset has, each with its default; None for one that may be left open
+    optional: ClassVar[Mapping[str, Any]] = {}
 
     @abstractmethod
     def open(self, preset: Preset, data: Path | None) -> Task:

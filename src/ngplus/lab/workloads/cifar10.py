@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ngplus.lab.workloads.base import DataError, Preset, Workload
 from ngplus.lab.workloads.files import Arrays, Folder, cached, folder
-from ngplus.lab.workloads.resnet import Images, ImageTask
+from ngplus.lab.workloads.resnet import OPTIONAL, Images, ImageTask
 from ngplus.lab.workloads.sampling import batch_index, generator
 
 HELP = """Get "CIFAR-10 python version" from https://www.cs.toronto.edu/~kriz/cifar.html and unpack it, so that
@@ -143,6 +143,7 @@ class Cifar10(Workload):
     title = "CIFAR-10, ResNet"
     measure = "accuracy"
     higher_is_better = True
+    optional: ClassVar[Mapping[str, Any]] = {**OPTIONAL, "augment": True, "train": 50_000, "test": 10_000}
     presets: ClassVar[Mapping[str, Preset]] = {
         "small": Preset(
             steps=200,

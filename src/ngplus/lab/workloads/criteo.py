@@ -192,6 +192,7 @@ class Criteo(Workload):
     title = "Criteo Kaggle clicks, DLRM"
     measure = "auc"
     higher_is_better = True
+    optional: ClassVar[Mapping[str, Any]] = {"rows": None}
     presets: ClassVar[Mapping[str, Preset]] = {
         "small": Preset(
             steps=267,  # one epoch, as in the paper; the second would be learned by heart

@@ -18,7 +18,7 @@ from ngplus.lab import processes
 from ngplus.lab.workloads.base import DataError, Preset, Workload
 from ngplus.lab.workloads.files import Folder, folder
 from ngplus.lab.workloads.recipe import Recipe
-from ngplus.lab.workloads.resnet import IMAGENET_MEAN, IMAGENET_STD, Images, ImageTask
+from ngplus.lab.workloads.resnet import IMAGENET_MEAN, IMAGENET_STD, OPTIONAL, Images, ImageTask
 from ngplus.lab.workloads.sampling import batch_index
 
 HELP = """Get ILSVRC2012 from https://image-net.org (an account is needed), or any set in its layout, and lay it out as
@@ -177,6 +177,7 @@ class ImageNet(Workload):
     title = "ImageNet-1k, ResNet-50 v1.5"
     measure = "accuracy"
     higher_is_better = True
+    optional: ClassVar[Mapping[str, Any]] = {**OPTIONAL, "validation": 50_000, "threads": None}
     presets: ClassVar[Mapping[str, Preset]] = {
         # For a subset in ImageNet's layout, such as Imagenette's ten classes.
         "small": Preset(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ngplus.lab.workloads.base import Preset, Workload
 from ngplus.lab.workloads.files import Folder, folder
 from ngplus.lab.workloads.recipe import Recipe
-from ngplus.lab.workloads.translation import Pairs, TranslationTask, open_task, paper, read_pair, small
+from ngplus.lab.workloads.translation import OPTIONAL, Pairs, TranslationTask, open_task, paper, read_pair, small
 
 HELP = """Get the German-English part of IWSLT14 (de-en.tgz, from https://wit3.fbk.eu/2014-01) and unpack it, so that
   DATA/iwslt14/train.tags.de-en.de, train.tags.de-en.en, IWSLT14.TED.tst2010.de-en.de.xml, ...
@@ -63,6 +63,7 @@ class Iwslt14(Workload):
     title = "IWSLT14 German-English, Transformer"
     measure = "loss"  # nats for each validation token
     higher_is_better = False
+    optional: ClassVar[Mapping[str, Any]] = OPTIONAL
     presets: ClassVar[Mapping[str, Preset]] = {
         "small": small(target=5.0),
         # The paper's target is a BLEU of 34.75, which `final` measures.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ngplus.lab.workloads.base import Preset, Workload
 from ngplus.lab.workloads.files import folder
-from ngplus.lab.workloads.translation import TranslationTask, open_task, paper, read_pair, small
+from ngplus.lab.workloads.translation import OPTIONAL, TranslationTask, open_task, paper, read_pair, small
 
 HELP = """Get Multi30k's task 1 from https://github.com/multi30k/dataset (data/task1/raw) and lay it out as
   DATA/multi30k/train.de.gz, train.en.gz, val.de.gz, val.en.gz, test_2016_flickr.de.gz, test_2016_flickr.en.gz
@@ -20,6 +20,7 @@ class Multi30k(Workload):
     title = "Multi30k German-English, Transformer"
     measure = "loss"  # nats for each validation token
     higher_is_better = False
+    optional: ClassVar[Mapping[str, Any]] = OPTIONAL
     presets: ClassVar[Mapping[str, Preset]] = {
         "small": small(target=3.67),
         # The paper has no Multi30k; this is its IWSLT14 model, with a vocabulary for 29,000 captions.

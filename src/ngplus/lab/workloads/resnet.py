@@ -32,6 +32,19 @@ def resnet(classes: int, *, stem_stride: int | None = None, **config: Any) -> nn
     return model
 
 
+# what ResNets and ImageTask read beside what the presets have
+OPTIONAL: dict[str, Any] = {
+    "model": {
+        "stem_stride": None,
+        "hidden_act": "relu",
+        "downsample_in_first_stage": False,
+        "downsample_in_bottleneck": False,
+    },
+    "label_smoothing": 0.0,
+    "micro_batch": None,
+}
+
+
 class Images(NamedTuple):
     """Images as bytes, [batch, 3, height, width], and their classes."""
 

@@ -61,6 +61,17 @@ PAPER = {
 }
 
 
+# what TranslationTask and marian_config read beside what the presets have
+OPTIONAL: dict[str, Any] = {
+    "model": {"dropout": 0.0},
+    "label_smoothing": 0.0,
+    "longest": 256,
+    "validation": 1_000,
+    "beams": 5,
+    "bleu_sentences": 1_000,
+}
+
+
 def small(target: float) -> Preset:
     """A model that learns something in seconds: many small steps, few subwords. The batch is in tokens."""
     options = {
