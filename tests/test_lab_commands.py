@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,6 +24,7 @@ pytest.importorskip("pytorch_optimizer")
 
 from typer.testing import CliRunner
 
+from ngplus import lab
 from ngplus.lab import collection, runs, training, workloads
 from ngplus.lab.cli import app
 from ngplus.lab.workloads.digits import Digits
@@ -70,13 +75,49 @@ def test_train_says_what_it_did() -> None:
         (["train", "digits", "--device", "nowhere"], "--device nowhere cannot be used"),
         (["compare", "digits", "--presets", "missing"], "--presets missing is not a folder"),
         (["train", "digits", "--out", "file/below"], "file"),
+        (["train", "digits", "--out", "file"], "--out file cannot be made: file is a file"),
+        (["compare", "digits", "--out", "file/below"], "--out file/below cannot be made: file is a file"),
         (["plan", "digits", "--distribution", "memory"], "goes with --ranks"),
+        (["train", "digits", "--seed", "9" * 20], "--seed"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line_and_leaves_no_folder(arguments: list[str], told: str) -> None:
     Path("file").touch()
     assert told in ngplus(*arguments, code=2)
     assert [path.name for path in Path().iterdir()] == ["file"]
+
+
+def test_ctrl_c_is_told_by_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = training._train_step
+
+    def interrupted(*arguments: Any) -> float:
+        signal.raise_signal(signal.SIGINT)
+        return real(*arguments)
+
+    monkeypatch.setattr(training, "_train_step", interrupted)
+    assert "the same command with --resume" in ngplus("train", "digits", *SHORT, code=130)
+    said = ngplus("compare", "digits", "--optimizers", "sgd,adam", "--seeds", "1", *SHORT, code=130)
+    assert "the same command goes on" in said
+
+
+def test_ctrl_c_while_the_command_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "ngplus.lab.cli", Slow("ngplus.lab.cli"))
+    with pytest.raises(SystemExit) as ended:
+        lab.main()
+    assert ended.value.code == 130
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = [sys.executable, "-m", "ngplus", "plan", "digits"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as made:
+        assert made.stdout is not None
+        assert made.stderr is not None
+        made.stdout.close()
+        assert made.stderr.read() == b""
 
 
 def test_the_version_is_told() -> None:
@@ -174,6 +215,17 @@ def test_tune_writes_a_preset_that_train_takes() -> None:
     assert run.config.hyper["lr"] == held["sgd"]["hyper"]["lr"]
     assert run.config.tuning is not None
     assert run.config.tuning["study"] == "digits-small-sgd-target"
+
+
+def test_a_storage_is_a_local_file_or_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ["tune", "digits", "-o", "adam", "--trials", "1", "--finalists", "1", *SHORT]
+    said = ngplus(*made, "--storage", "mine.db")
+    assert "the best of 1 trial with" in said
+    assert Path("mine.db").read_bytes().startswith(b"SQLite")
+    ngplus(*made, "--storage", "sqlite:///mine.db")
+    Path("file").touch()
+    monkeypatch.setattr(training, "run", None)  # nothing is run
+    assert "No settings can be written to file" in ngplus(*made, "--presets", "file", "--storage", "new.db", code=2)
 
 
 def test_tune_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -522,7 +574,7 @@ def test_the_best_trials_are_run_on_more_seeds_and_the_best_mean_wins(monkeypatc
     assert len(told.made) == 8 + 3 + 4
     assert [len(trial.get("scores of the finals", [])) for trial in trials_of("adam")] == [3, 3, 0]
     said = ngplus(*arguments, "--warmup", "1", "--trials", "1", "--storage", "sqlite:///two.db")
-    assert "lr 0.003, the best of 1 trials" in said
+    assert "lr 0.003, the best of 1 trial with" in said
 
 
 def test_a_finalist_that_was_left_off_goes_on_when_its_better_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ def test_the_page_shows_curves_tables_settings_and_tuning() -> None:
     seen = Elements(page)
     assert seen.tags.count("figure") == 6  # three metrics, over steps and over time
     assert page.count('class="band"') >= 6
-    for words in ("Validation accuracy over steps", "Training loss over seconds", "lr 0.01", "1 trials", "12.3 kB"):
+    for words in ("Validation accuracy over steps", "Training loss over seconds", "lr 0.01", "1 trial.", "12.3 kB"):
         assert words in seen.text
     assert seen.text.index("ngplus") < seen.text.index("sgd")  # the faster one first
     assert not {"script", "link", "img", "iframe"} & set(seen.tags)
@@ -198,9 +198,31 @@ def test_the_summary_leaves_out_runs_that_have_not_ended(tmp_path: Path) -> None
     both = ["report", str(tmp_path / "runs"), "--timed", str(tmp_path / "runs"), "--summary", str(page)]
     result = CliRunner().invoke(app, both)
     assert result.exit_code == 0, result.output
-    assert "2 runs that have not ended are left out" in result.output
+    assert "Left out of the summary: 2 runs that have not ended" in result.output
     assert page.read_text().count("of 1 seed;") == 2
     assert len(collection.read(tmp_path / "results" / "timed.json")) == 1
+
+
+def test_runs_that_are_left_out_are_named(tmp_path: Path) -> None:
+    """Of a sweep of learning rates one run is shown; the same run under two names is not worth a word."""
+    save(tmp_path / "runs", run("ngplus", 0, 0.2))
+    save(tmp_path / "runs", run("ngplus", 0, 0.1, hyper={"lr": 0.02}))
+    arguments = ["report", str(tmp_path / "runs"), "--out", str(tmp_path / "r.html"), "--no-png"]
+    said = CliRunner().invoke(app, [*arguments, "--json", str(tmp_path / "all.json")]).output
+    assert "1 run in" in said
+    assert "1 run left out" in said
+    assert "runs/run1" in said
+    assert "run0" not in said
+    said = CliRunner().invoke(app, ["report", str(tmp_path / "all.json"), *arguments[1:]]).output
+    assert said.count("run1") == 1
+    assert "1 run." in (tmp_path / "r.html").read_text()
+
+
+def test_timed_runs_without_a_summary_are_refused(tmp_path: Path) -> None:
+    save(tmp_path / "runs", run())
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "runs"), "--timed", str(tmp_path / "runs")])
+    assert result.exit_code == 2
+    assert "--timed goes with --summary" in result.output
 
 
 def test_the_summary_keeps_sizes_apart_and_says_what_it_is_made_of() -> None:
@@ -210,11 +232,11 @@ def test_the_summary_keeps_sizes_apart_and_says_what_it_is_made_of() -> None:
     page = markdown(groups(made), [], {}, "")
     assert "| ngplus | 15 | 25 |" in page
     assert "| *budget* | 50 | 60 |" in page
-    assert ", one thread each, torch 2. Every optimizer was tuned with 1 trials." in page
+    assert ", one thread each, torch 2. Every optimizer was tuned with 1 trial." in page
     recipe = replace(run("kfac", tuning={"recipe": "as published"}), environment={"threads": 2})
     page = markdown(groups([*made, recipe]), [], {}, "")
     assert ", 1 or 2 threads each, " in page
-    assert "tuned with 1 trials; with a published recipe: kfac on digits." in page
+    assert "tuned with 1 trial; with a published recipe: kfac on digits." in page
     trials = [{"hyper": {"lr": 0.1}, "score": 0.3, "scores of the finals": [0.3, 0.5]}, {"hyper": {}, "score": 1.0}]
     found = run("ngplus", tuning={"trials": trials, "finalists": 2, "seeds of the finals": [100, 101]})
     assert "tuned with 2 trials, the best 2 of them on up to 2 seeds." in markdown(groups([found]), [], {}, "")

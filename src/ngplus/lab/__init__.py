@@ -17,4 +17,6 @@ def main() -> None:
             f"The ngplus command needs {error.name}, which comes with an extra: in the project's folder, "
             "pip install '.[lab]'"
         )
+    except KeyboardInterrupt:  # the imports take a second or two
+        sys.exit(130)
     app()

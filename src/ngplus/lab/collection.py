@@ -64,6 +64,12 @@ def first(runs: Iterable[Run]) -> list[Run]:
     return list(held.values())
 
 
+def passed_over(runs: Iterable[Run], kept: Iterable[Run]) -> list[Run]:
+    """The runs that are not kept and differ from all that are: the same run under two names is no loss."""
+    held = [(run.config, run.result) for run in kept]
+    return [run for run in runs if (run.config, run.result) not in held]
+
+
 def thinned(run: Run) -> Run:
     """The run with its looks alone, in six digits: each has the mean of the training loss since the look before."""
     kept: Metrics = []

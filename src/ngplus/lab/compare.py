@@ -69,6 +69,7 @@ def compare(
                 for seed in range(seeds)
                 for rival in wanted
             }
+            shared.check_out(root)
             _check_folders(configs, fresh)
             parts.append((chosen, shared.open_task(chosen, size, data), configs, root))
         with processes.group(device):
@@ -77,7 +78,7 @@ def compare(
                 if shared.is_first():
                     _show(console, chosen.title, runs, len(configs), root)
                 if not going_on:
-                    break
+                    raise typer.Exit(130)
 
 
 def _check_folders(configs: dict[Path, Config], fresh: bool) -> None:
@@ -142,8 +143,9 @@ def _show(console: Console, title: str, runs: list[Run], wanted: int, root: Path
     if len(runs) < wanted or any(run.result is None or not run.result.ended for run in runs):
         console.print("Not all runs are there yet: the same command goes on with them.")
     if others := sum(run.environment.get("code") != code_digest() for run in runs):
+        which = "This run comes" if len(runs) == 1 else f"Of these {len(runs)} runs {others} come"
         console.print(
-            f"Of these {len(runs)} runs {others} come from other code than that at hand, or it is not known from "
-            "which, and may differ from what it makes: --fresh makes them again."
+            f"{which} from other code than that at hand, or it is not known from which, and may differ from what it "
+            f"makes: --fresh makes {'it' if others == 1 else 'them'} again."
         )
     console.print(f"As a page: ngplus report {shared.shown(str(root))} --out report.html", highlight=False)

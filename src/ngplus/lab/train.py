@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,7 +39,7 @@ def train(
     workload: options.WorkloadName,
     optimizer: options.OptimizerName = "ngplus",
     preset: options.PresetName = "small",
-    seed: Annotated[int, typer.Option(min=0, help=SEED_HELP)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help=SEED_HELP)] = 0,
     lr: Annotated[float | None, typer.Option(help="The learning rate; the tuned one where not given.")] = None,
     sets: options.Sets = None,
     data: options.Data = None,
@@ -69,6 +70,7 @@ def train(
         chosen, size = open_preset(workload, preset, changes, sets or [], optimizer)
         config = configure(chosen, preset, size, optimizer, seed=seed, lr=lr, sets=sets or [], presets=presets)
         folder = out or Path("runs") / f"{workload}-{preset}" / f"{optimizer}-seed{seed}"
+        check_out(folder)
         there = (folder / "result.json").exists()
         task = open_task(chosen, size, data)
         with bars(console) as board:
@@ -94,6 +96,8 @@ def train(
                 console.print("Go on with it: the same command with [bold]--resume[/bold]", highlight=False)
         if result.status == "diverged":
             raise typer.Exit(1)
+        if result.status == "interrupted":
+            raise typer.Exit(130)
 
 
 def _origin(config: Config, lr: float | None, sets: Sequence[str] | None) -> str:
@@ -296,6 +300,13 @@ def check_presets(folder: Path | None) -> None:
         raise ValueError(f"--presets {folder} is not a folder")
 
 
+def check_out(folder: Path) -> None:
+    """No file may stand where the folder for runs is to be."""
+    for place in (folder, *folder.parents):
+        if place.exists() and not place.is_dir():
+            raise ValueError(f"--out {folder} cannot be made: {place} is a file. Name a folder, new or with runs")
+
+
 def use_threads(threads: int | None, preset: str) -> None:
     """Small models gain nothing by a second thread, and lose much where another process wants the core."""
     if threads is None and preset == "small":
@@ -336,6 +347,9 @@ def friendly(console: Console) -> Iterator[None]:
 
     try:
         yield
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough, as head has: typer ends without a word
+        raise
     except (DataError, RunError, ValueError, ModuleNotFoundError, OSError) as error:
         text = str(error)
         if isinstance(error, ModuleNotFoundError):

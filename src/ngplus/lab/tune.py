@@ -42,7 +42,7 @@ def tune(
     trials: Annotated[int, typer.Option(min=1, help="Runs for each optimizer, those in the storage included.")] = 6,
     storage: Annotated[
         str, typer.Option(help="An Optuna storage: a local file, or a database URL for many machines.")
-    ] = "sqlite:///tuning.db",
+    ] = "tuning.db",
     preset: options.PresetName = "small",
     seed: Annotated[int, typer.Option(min=0, help="Of Optuna's sampler.")] = 0,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of a trial, seeds 100, 101, …; the score is their mean.")] = 1,
@@ -92,6 +92,7 @@ def tune(
                 study = open_study(storage, f"{name}-{preset}-{rival}-{suffix}", base)
                 plans.append(Plan(rivals.get(rival), base, study, trials, finalists, seed, seeds, objective, limit))
             parts.append((shared.open_task(chosen, size, data), plans))
+        tuned.check_folder(presets)
         written: set[str] = set()
         # What other processes are at is left to them at first; at the end it is made here if it never came.
         for patient in (True, False):
@@ -199,7 +200,7 @@ class Plan:
         winner, value = self.winner()
         found = ", ".join(f"{key} {value:.4g}" for key, value in winner.params.items())
         where = f"{self.base.workload}, {self.rival.name}"
-        return f"{where}: {found}, the best of {self.trials} trials with a score of {value:.4g}"
+        return f"{where}: {found}, the best of {shared.count(self.trials, 'trial')} with a score of {value:.4g}"
 
 
 def make_trial(plan: Plan, patient: bool, task: Task, device: str, board: shared.Board) -> None:
@@ -326,8 +327,9 @@ def open_study(storage: str, name: str, base: Config) -> optuna.Study:
     from ngplus.lab.runs import Config, RunError
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    url = storage if "://" in storage else f"sqlite:///{storage}"
     try:
-        held = optuna.create_study(study_name=name, storage=storage, direction="minimize", load_if_exists=True)
+        held = optuna.create_study(study_name=name, storage=url, direction="minimize", load_if_exists=True)
         settings = held.user_attrs.get("config")
         if settings is None:
             held.set_user_attr("config", base.as_dict())

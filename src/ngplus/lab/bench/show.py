@@ -12,6 +12,7 @@ from ngplus.lab.bench.record import Measurement
 from ngplus.lab.bench.rows import RIVALS, ROWS, Row, rival_steps
 from ngplus.lab.bench.timing import Spread
 from ngplus.lab.figures import common
+from ngplus.lab.train import count
 
 HEADINGS = ("row", "what", "asked", "measured", "quartiles", "by CPU time", "reached")
 LEAST = 0.03  # of what was asked: the left edge of the picture
@@ -68,10 +69,9 @@ def circumstances(measurements: Mapping[str, Measurement]) -> list[str]:
     for name, one in measurements.items():
         e = one.environment
         kind = "quick models, " if one.quick else ""
-        where = (
-            f"{e['processor']}, {e['cores']} cores, {e['threads']} threads, torch {e['torch']}, Python {e['python']}"
-        )
-        same.setdefault(f"{kind}{where}", []).append(f"{name} ({one.repeats} rounds, {one.when[:16]}Z)")
+        cores, threads = count(e["cores"], "core"), count(e["threads"], "thread")
+        where = f"{e['processor']}, {cores}, {threads}, torch {e['torch']}, Python {e['python']}"
+        same.setdefault(f"{kind}{where}", []).append(f"{name} ({count(one.repeats, 'round')}, {one.when[:16]}Z)")
     return [f"Measured on {where}: {', '.join(names)}." for where, names in same.items()]
 
 

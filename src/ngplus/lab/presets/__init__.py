@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from ngplus.lab.runs import Config, RunError, is_number, read_json, write_json
@@ -48,6 +49,17 @@ def _fits(name: str, value: Any) -> bool:
     if name in WHOLE:
         return isinstance(value, int) and not isinstance(value, bool) and value >= WHOLE[name]
     return isinstance(value, str) if name == "schedule" else name == "damping_decay" and is_number(value)
+
+
+def check_folder(folder: Path | None = None) -> None:
+    """RunError where settings cannot be written: better said before they are looked for."""
+    place = folder or LOCAL
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise RunError(f"No settings can be written to {place}: {error}. --presets takes another folder") from error
 
 
 def store(run: Config, tuned: Tuned, folder: Path | None = None) -> Path:

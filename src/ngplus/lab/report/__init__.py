@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from ngplus.lab.runs import Run
 
 
+SHOWN = 5  # of the runs that are left out, by name
+
+
 def register(app: typer.Typer) -> None:
     app.command(name="report", help=shared.paragraphs(report))(report)
 
@@ -52,8 +55,11 @@ def report(
         from ngplus.lab.report.page import render
         from ngplus.lab.runs import RunError, write_atomically
 
-        found = collection.first(collection.find(runs))
-        clocked = collection.first(collection.find(timed or []))
+        if timed and summary is None:
+            raise ValueError("--timed goes with --summary: it is the summary's times that come from these runs")
+        all_of_them, all_timed = collection.find(runs), collection.find(timed or [])
+        found, clocked = collection.first(all_of_them), collection.first(all_timed)
+        over = collection.passed_over(all_of_them, found) + collection.passed_over(all_timed, clocked)
         sections = groups(found)
         written: list[Path] = []
         try:
@@ -69,11 +75,20 @@ def report(
                 shown, times = _ended(found), _ended(clocked)
                 written += _summary(summary, groups(shown), times)
                 if left := len(found) + len(clocked) - len(shown) - len(times):
-                    console.print(f"{left} runs that have not ended are left out of the summary", highlight=False)
+                    which = "1 run that has" if left == 1 else f"{left} runs that have"
+                    console.print(f"Left out of the summary: {which} not ended", highlight=False)
         except OSError as error:
             raise RunError(f"The report cannot be written: {error}") from error
         names = ", ".join(shared.shown(str(path)) for path in written)
-        console.print(f"{len(found)} runs in {names}", highlight=False)
+        console.print(f"{shared.count(len(found), 'run')} in {names}", highlight=False)
+        if over:
+            told = ", ".join(str(run.path) for run in over[:SHOWN]) + (", …" if len(over) > SHOWN else "")
+            console.print(
+                f"{shared.count(len(over), 'run')} left out, since one of the same workload, size, optimizer and seed "
+                f"comes before: {shared.shown(told)}. A report for each shows them all",
+                highlight=False,
+                soft_wrap=True,
+            )
 
 
 def _ended(runs: Sequence[Run]) -> list[Run]:

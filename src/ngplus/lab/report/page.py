@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ngplus.lab import train as shared
 from ngplus.lab.report import summary, svg
 from ngplus.lab.report.curves import COLOURS, Section
 from ngplus.lab.runs import Run
@@ -29,13 +30,13 @@ def render(sections: Sequence[Section], title: str) -> str:
         for place in section.places.values()
     )
     body = "".join(_section(number, section) for number, section in enumerate(sections))
-    count = sum(len(section.runs) for section in sections)
+    count = shared.count(sum(len(section.runs) for section in sections), "run")
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{style}{hide}</style></head>\n"
-        f"<body><h1>{escape(title)}</h1><p>{count} runs. Lines are means over seeds, bands go from the worst seed to "
+        f"<body><h1>{escape(title)}</h1><p>{count}. Lines are means over seeds, bands go from the worst seed to "
         f"the best.</p>{body}</body></html>\n"
     )
 
@@ -87,7 +88,7 @@ def _tuning(section: Section) -> str:
         found = trials if isinstance(trials, list) else []
         shown = "; ".join(_trial(trial) for trial in found)
         rest = _pairs({key: value for key, value in told.items() if key != "trials"})
-        lines.append((row.optimizer, f"{len(found)} trials. {rest}", shown))
+        lines.append((row.optimizer, f"{shared.count(len(found), 'trial')}. {rest}", shown))
     return _words(("optimizer", "study", "trials: settings → score, smaller is better (those of the finals)"), lines)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ngplus.lab.report.curves import Section
 from ngplus.lab.report.summary import Row, caption, differing, duration, either, rows, table
+from ngplus.lab.train import count
 
 OURS = "ngplus"
 TIE = 0.05  # the part by which two means may differ and still be called a tie
@@ -78,14 +79,15 @@ def _conditions(sections: Sequence[Section]) -> str:
             )
         else:
             (published if tuning else untuned).add(who)
-    told = f"Every optimizer was tuned with {either(sorted(trials))} trials" if trials else "Nothing was tuned"
+    tries = "1 trial" if trials == {1} else f"{either(sorted(trials))} trials"
+    told = f"Every optimizer was tuned with {tries}" if trials else "Nothing was tuned"
     told += f", {next(iter(finals))}" if len(finals) == 1 and finals != {""} else ""
     rest = f"; with a published recipe: {_listed(published)}" if published else ""
     rest += f"; not tuned, but with their defaults: {_listed(untuned)}" if trials and untuned else ""
     return (
-        f"{len(runs)} runs on {_machines(sections)}, {each}, {_listed(versions)}. {told}{rest}. What makes the "
-        "comparison fair, and what it is worth, is in [laboratory.md](laboratory.md); how the targets were set is in "
-        "[workloads.md](workloads.md)."
+        f"{count(len(runs), 'run')} on {_machines(sections)}, {each}, {_listed(versions)}. {told}{rest}. What makes "
+        "the comparison fair, and what it is worth, is in [laboratory.md](laboratory.md); how the targets were set is "
+        "in [workloads.md](workloads.md)."
     )
 
 
