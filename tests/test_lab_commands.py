@@ -22,10 +22,11 @@ pytest.importorskip("tensorboard")
 pytest.importorskip("typer")
 pytest.importorskip("pytorch_optimizer")
 
+from rich.console import Console
 from typer.testing import CliRunner
 
 from ngplus import lab
-from ngplus.lab import collection, runs, training, workloads
+from ngplus.lab import collection, runs, train, training, workloads
 from ngplus.lab.cli import app
 from ngplus.lab.workloads.digits import Digits
 
@@ -148,6 +149,17 @@ def test_compare_keeps_what_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--fresh" in said
     ngplus(*arguments, "--warmup", "1", "--fresh")
     assert len(steps) == 5
+
+
+def test_a_narrow_terminal_cuts_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["compare", "digits", "--optimizers", "ngplus-one-side,adam", "--seeds", "2", *SHORT]
+    assert "best" in ngplus(*arguments)
+    monkeypatch.setattr(train, "make_console", lambda: Console(width=80))
+    said = ngplus(*arguments)
+    assert "ngplus-one-side" in said
+    assert "ms a step" in said
+    assert "…" not in said
+    assert "best" not in said
 
 
 @pytest.mark.parametrize("gone", ["config.json", "metrics.jsonl"])

@@ -254,6 +254,28 @@ def test_what_differs_between_runs_is_in_the_caption() -> None:
     assert "Not made under the same conditions" in markdown(groups([*same, other]), [], {}, "")
 
 
+def test_other_tuning_and_other_machines_are_in_the_caption() -> None:
+    study = {"trials": [{}] * 6, "steps": 50, "target": 0.9}
+    same = [run("ngplus", 0, tuning=study), run("sgd", 0, tuning={**study, "study": "other"})]
+    same = [replace(one, environment={"threads": 1, "processor": "A", "device": "cpu"}) for one in same]
+    assert "Not the same" not in caption(same)
+    assert "Not the same" not in caption([*same, replace(run("adam", tuning=study), environment={})])  # not known
+    for tuning, told in (
+        ({**study, "trials": [{}]}, "1 trial of 50 steps to 0.9 (adam)"),
+        ({**study, "steps": 60}, "6 trials of 60 steps to 0.9 (adam)"),
+        ({**study, "target": 0.8}, "6 trials of 50 steps to 0.8 (adam)"),
+        ({"recipe": "as published"}, "as published (adam)"),
+        (None, "none (adam)"),
+    ):
+        said = caption([*same, run("adam", tuning=tuning)])
+        assert f"tuning 6 trials of 50 steps to 0.9 (ngplus, sgd), {told}. " in said
+    for name, value in (("threads", 2), ("processor", "B"), ("device", "cuda")):
+        other = replace(run("adam", tuning=study), environment={**same[0].environment, name: value})
+        assert f"Not the same for all: {name} {same[0].environment[name]} (ngplus, sgd), {value} (adam). " in caption(
+            [*same, other]
+        )
+
+
 def test_a_run_that_diverged_has_no_numbers_of_its_end() -> None:
     made = run("sgd", rate=0.001)
     made = replace(made, result=summarise(made.config, made.metrics[:1], 0, 0.0, 0, "diverged"))

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 DEFAULT = "sgd,adamw,muon,soap,kfac,ngplus-paper,ngplus"
 
+WIDE = 100  # columns of a terminal that all columns of the table have room in
+
 
 def register(app: typer.Typer) -> None:
     app.command(name="compare", help=shared.paragraphs(compare))(compare)
@@ -125,6 +127,15 @@ def _make(configs: dict[Path, Config], task: Task, device: str, console: Console
     return [runs.load(folder) for folder in done], going_on
 
 
+def _fitting(headings: list[str], lines: list[list[str]], width: int) -> tuple[list[str], list[list[str]]]:
+    """The table for a terminal of so many columns: where it is narrow, two of the table's columns give way and headings
+    take two lines, so that no name and no number is cut."""
+    if width >= WIDE:
+        return headings, lines
+    kept = [k for k, heading in enumerate(headings) if heading not in ("best", "state")]
+    return [headings[k].replace(" to ", " to\n") for k in kept], [[line[k] for k in kept] for line in lines]
+
+
 def _show(console: Console, title: str, runs: list[Run], wanted: int, root: Path) -> None:
     from rich.table import Table
 
@@ -133,7 +144,7 @@ def _show(console: Console, title: str, runs: list[Run], wanted: int, root: Path
 
     if not runs:
         return
-    headings, lines = summary.table(runs)
+    headings, lines = _fitting(*summary.table(runs), console.width)
     table = Table(title=shared.shown(title), caption=shared.shown(summary.caption(runs)), caption_justify="left")
     for number, heading in enumerate(headings):
         table.add_column(shared.shown(heading), justify="left" if number == 0 else "right", no_wrap=True)

@@ -91,7 +91,7 @@ def run(
         session = _Session(config, task, folder, device)
         stack.callback(session.close)
         if folder is not None and processes.rank() == 0 and not begun(folder):
-            _claim(config, folder)  # after the settings have been found to work
+            _claim(config, folder, device)  # after the settings have been found to work
         session.begin()
         status, reason = session.train(stopping, checkpoint_every or config.evaluate_every, on_step, on_look)
         return session.end(status, reason, final)
@@ -131,9 +131,9 @@ def _check(config: Config, folder: Path, resume: bool) -> None:
             raise RunError(f"{folder} has a run that has not ended: --resume goes on with it, --out takes another one")
 
 
-def _claim(config: Config, folder: Path) -> None:
+def _claim(config: Config, folder: Path, device: str) -> None:
     """Makes a new run of the folder."""
-    write_json(folder / "environment.json", surroundings())
+    write_json(folder / "environment.json", {**surroundings(), "device": device})
     write_json(folder / "config.json", config.as_dict())
 
 

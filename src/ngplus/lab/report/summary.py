@@ -7,10 +7,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ngplus.lab.runs import Run
+from ngplus.lab.runs import Run, is_number
 
 TIMES = ("time to target", "ms a step")
 SHARED = ("steps", "batch_size", "target", "schedule", "warmup", "options", "processes")  # by runs that are compared
+MACHINE = ("threads", "processor", "device")  # of the environment
 
 
 def table(runs: Sequence[Run], times: bool = True) -> tuple[list[str], list[list[str]]]:
@@ -92,14 +93,29 @@ def caption(runs: Sequence[Run], times: bool = True) -> str:
 def differing(runs: Sequence[Run]) -> str:
     """What the runs do not share, each value with its optimizers; empty where a comparison is one of like with like."""
     parts = []
-    for name in SHARED:
+    for name in (*SHARED, "tuning", *MACHINE):
         held: dict[str, list[str]] = {}
         for run in runs:
-            held.setdefault(str(getattr(run.config, name)), []).append(run.config.optimizer)
+            value = _tuning(run) if name == "tuning" else getattr(run.config, name, run.environment.get(name))
+            if value is not None:  # what an older version has not written down is not known to differ
+                held.setdefault(str(value), []).append(run.config.optimizer)
         if len(held) > 1:
             told = (f"{value} ({', '.join(dict.fromkeys(who))})" for value, who in held.items())
             parts.append(f"{name.replace('_', ' ')} {', '.join(told)}")
     return "; ".join(parts)
+
+
+def _tuning(run: Run) -> str:
+    """How much was done to find the settings."""
+    tuning = run.config.tuning
+    if not tuning:
+        return "none"
+    if not isinstance(trials := tuning.get("trials"), list):
+        return str(tuning.get("recipe", "unknown"))
+    steps, target = tuning.get("steps"), tuning.get("target")
+    budget = f" of {steps} steps" if is_number(steps) else ""
+    budget += f" to {target:g}" if is_number(target) else ""
+    return f"{len(trials)} {'trial' if len(trials) == 1 else 'trials'}{budget}"
 
 
 def either(values: Iterable[object]) -> str:
