@@ -509,6 +509,37 @@ def test_options_that_a_workload_cannot_work_with_are_a_sentence(monkeypatch: py
     assert "digits with these settings: 'model' is missing" in ngplus("train", "digits", code=2)
 
 
+def test_a_workload_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one of the documentation, by train, compare and tune."""
+    page = (Path(__file__).parents[1] / "docs" / "laboratory.md").read_text()
+    code = page.partition("With this in `mine.py`,")[2].partition("```python\n")[2].partition("```")[0]
+    Path("mine.py").write_text(code)
+    Path("wrong.py").write_text(
+        "from mine import *\n"
+        "class Digits(Waves):\n    name = 'digits'\n"
+        "class Nameless(Workload):\n    open = Waves.open\n"
+        "class Closed(Workload):\n    name = 'closed'\n"
+        "class Other:\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    ngplus("train", "mine:Waves", *SHORT)
+    ngplus("compare", "mine:Waves,digits", "--optimizers", "adam", "--seeds", "1", "--out", "both", *SHORT)
+    ngplus("tune", "mine:Waves", "-o", "adam", "--trials", "1", "--finalists", "1", *SHORT)
+    assert runs.load(Path("runs/waves-small/ngplus-seed0")).config.options == {"width": 4}
+    assert sorted(path.name for path in Path("both").iterdir()) == ["digits", "waves"]
+    assert Path("presets/waves.json").exists()
+    assert "no setting of ngplus or waves 'wdth'" in ngplus("train", "mine:Waves", "--set", "wdth=3", code=2)
+    for name, words in {
+        "nowhere:Waves": "PYTHONPATH=.",
+        "mine:Wave": "is not there",
+        "wrong:Digits": "give it another",
+        "wrong:Nameless": "has no 'name'",
+        "wrong:Closed": "does not make a workload",
+        "wrong:Other": "makes an object of Other",
+    }.items():
+        assert words in ngplus("train", name, code=2)
+
+
 def test_hostile_names_do_not_reach_the_terminal() -> None:
     said = CliRunner().invoke(app, ["train", "digits\x1b[31m[red]"]).output
     assert "\x1b" not in said

@@ -65,7 +65,7 @@ def compare(
         parts = []
         for name in shared.listed(workload):
             chosen, size = shared.open_preset(name, preset, changes, sets or [], None)
-            root = Path("runs") / f"{name}-{preset}" if out is None else out / name if "," in workload else out
+            root = out / chosen.name if out and "," in workload else out or Path("runs") / f"{chosen.name}-{preset}"
             configs = {
                 root / f"{rival}-seed{seed}": shared.configure(chosen, preset, size, rival, seed=seed, presets=presets)
                 for seed in range(seeds)

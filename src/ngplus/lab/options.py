@@ -14,9 +14,9 @@ from ngplus.lab import optimizers, workloads
 
 _WORKLOADS, _OPTIMIZERS = ", ".join(workloads.names()), ", ".join(optimizers.names())
 
-WorkloadName = Annotated[str, typer.Argument(metavar="WORKLOAD", help=f"One of {_WORKLOADS}.")]
+WorkloadName = Annotated[str, typer.Argument(metavar="WORKLOAD", help=f"One of {_WORKLOADS}; or module:Class.")]
 WorkloadNames = Annotated[
-    str, typer.Argument(metavar="WORKLOAD", help=f"One of {_WORKLOADS}; or several with commas between.")
+    str, typer.Argument(metavar="WORKLOAD", help=f"One of {_WORKLOADS}; or module:Class; several with commas between.")
 ]
 OptimizerName = Annotated[str, typer.Option("--optimizer", "-o", help=f"One of {_OPTIMIZERS}.")]
 OptimizerNames = Annotated[

@@ -69,7 +69,7 @@ def train(
         check_presets(presets)
         chosen, size = open_preset(workload, preset, changes, sets or [], optimizer)
         config = configure(chosen, preset, size, optimizer, seed=seed, lr=lr, sets=sets or [], presets=presets)
-        folder = out or Path("runs") / f"{workload}-{preset}" / f"{optimizer}-seed{seed}"
+        folder = out or Path("runs") / f"{chosen.name}-{preset}" / f"{optimizer}-seed{seed}"
         check_out(folder)
         there = (folder / "result.json").exists()
         task = open_task(chosen, size, data)
@@ -118,6 +118,7 @@ def open_preset(
     from ngplus.lab.runs import plain
 
     chosen = workloads.get(workload)
+    workload = chosen.name
     check_name(preset, chosen.presets, f"preset of {workload}")
     if not math.isfinite(changes.get("target", 0.0)):
         raise ValueError(f"--target is a finite number, not {changes['target']}")

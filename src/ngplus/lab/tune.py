@@ -89,7 +89,7 @@ def tune(
             plans = []
             for rival in wanted:
                 base = shared.configure(chosen, preset, size, rival, seed=TUNING_SEED, hyper={}, presets=presets)
-                study = open_study(storage, f"{name}-{preset}-{rival}-{suffix}", base)
+                study = open_study(storage, f"{chosen.name}-{preset}-{rival}-{suffix}", base)
                 plans.append(Plan(rivals.get(rival), base, study, trials, finalists, seed, seeds, objective, limit))
             parts.append((shared.open_task(chosen, size, data), plans))
         tuned.check_folder(presets)

@@ -26,11 +26,34 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Workload:
-    """The workload of that name; an unknown one is refused with the nearest name."""
+    """The workload of that name, or of ``module:Class``; an unknown one is refused with the nearest name."""
+    if ":" in name:
+        return _own(name)
     check_name(name, _WORKLOADS, "workload")
     module, cls = _WORKLOADS[name]
     workload: Workload = getattr(importlib.import_module(f"ngplus.lab.workloads.{module}"), cls)()
     return workload
+
+
+def _own(where: str) -> Workload:
+    """Somebody's own workload; ValueError where it is not there or lacks something."""
+    module, _, name = where.partition(":")
+    try:
+        made = getattr(importlib.import_module(module), name)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{where!r} is not there: {error}. PYTHONPATH=. finds modules of the working folder"
+        ) from error
+    except TypeError as error:  # a method that is missing, or an argument that nobody gives
+        raise ValueError(f"{where!r} does not make a workload: {error}") from error
+    if not isinstance(made, Workload):
+        raise ValueError(f"{where!r} makes an object of {type(made).__name__}, not a Workload of ngplus.lab.workloads")
+    for part in ("name", "title", "measure", "higher_is_better", "presets"):
+        if not hasattr(made, part):
+            raise ValueError(f"{where!r} has no {part!r}: docs/laboratory.md has an example with all that it needs")
+    if made.name in _WORKLOADS:  # it would get that one's tuned settings
+        raise ValueError(f"{where!r} has the name of a workload of ngplus, {made.name!r}: give it another")
+    return made
 
 
 __all__ = ["DataError", "Preset", "Task", "Workload", "get", "names"]
