@@ -154,12 +154,13 @@ def test_compare_keeps_what_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_narrow_terminal_cuts_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["compare", "digits", "--optimizers", "ngplus-one-side,adam", "--seeds", "2", *SHORT]
     assert "best" in ngplus(*arguments)
-    monkeypatch.setattr(train, "make_console", lambda: Console(width=80))
-    said = ngplus(*arguments)
-    assert "ngplus-one-side" in said
-    assert "ms a step" in said
-    assert "…" not in said
-    assert "best" not in said
+    for width, gone, kept in ((104, "best", "state"), (80, "best", "ms a step"), (66, "ms a step", "at the end")):
+        monkeypatch.setattr(train, "make_console", lambda width=width: Console(width=width))
+        table = ngplus(*arguments).partition("┏")[2].partition("└")[0]
+        assert "ngplus-one-side" in table
+        assert "…" not in table
+        assert gone not in table
+        assert kept in table
 
 
 @pytest.mark.parametrize("gone", ["config.json", "metrics.jsonl"])

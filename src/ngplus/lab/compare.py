@@ -12,13 +12,14 @@ from ngplus.lab import train as shared
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from ngplus.lab.runs import Config, Run
     from ngplus.lab.workloads import Task
 
 DEFAULT = "sgd,adamw,muon,soap,kfac,ngplus-paper,ngplus"
 
-WIDE = 100  # columns of a terminal that all columns of the table have room in
+SPARE = ("best", "state", "ms a step")  # columns that a narrow terminal does without, in this order
 
 
 def register(app: typer.Typer) -> None:
@@ -127,30 +128,37 @@ def _make(configs: dict[Path, Config], task: Task, device: str, console: Console
     return [runs.load(folder) for folder in done], going_on
 
 
-def _fitting(headings: list[str], lines: list[list[str]], width: int) -> tuple[list[str], list[list[str]]]:
-    """The table for a terminal of so many columns: where it is narrow, two of the table's columns give way and headings
-    take two lines, so that no name and no number is cut."""
-    if width >= WIDE:
-        return headings, lines
-    kept = [k for k, heading in enumerate(headings) if heading not in ("best", "state")]
-    return [headings[k].replace(" to ", " to\n") for k in kept], [[line[k] for k in kept] for line in lines]
+def _table(console: Console, title: str, runs: list[Run]) -> Table:
+    """The results, with as many columns as the terminal has room for: no name and no number is cut."""
+    from ngplus.lab.report import summary
+
+    headings, lines = summary.table(runs)
+    for number in range(len(SPARE) + 1):
+        kept = [k for k, heading in enumerate(headings) if heading not in SPARE[:number]]
+        names = [headings[k].replace(" to ", " to\n") if number else headings[k] for k in kept]
+        found = _drawn(title, summary.caption(runs), names, [[line[k] for k in kept] for line in lines])
+        if console.measure(found, options=console.options.update(max_width=1000)).maximum <= console.width:
+            break
+    return found
 
 
-def _show(console: Console, title: str, runs: list[Run], wanted: int, root: Path) -> None:
+def _drawn(title: str, caption: str, headings: list[str], lines: list[list[str]]) -> Table:
     from rich.table import Table
 
-    from ngplus.lab.report import summary
-    from ngplus.lab.runs import code_digest
-
-    if not runs:
-        return
-    headings, lines = _fitting(*summary.table(runs), console.width)
-    table = Table(title=shared.shown(title), caption=shared.shown(summary.caption(runs)), caption_justify="left")
+    table = Table(title=shared.shown(title), caption=shared.shown(caption), caption_justify="left")
     for number, heading in enumerate(headings):
         table.add_column(shared.shown(heading), justify="left" if number == 0 else "right", no_wrap=True)
     for line in lines:
         table.add_row(*(shared.shown(cell) for cell in line))
-    console.print(table)
+    return table
+
+
+def _show(console: Console, title: str, runs: list[Run], wanted: int, root: Path) -> None:
+    from ngplus.lab.runs import code_digest
+
+    if not runs:
+        return
+    console.print(_table(console, title, runs))
     if len(runs) < wanted or any(run.result is None or not run.result.ended for run in runs):
         console.print("Not all runs are there yet: the same command goes on with them.")
     if others := sum(run.environment.get("code") != code_digest() for run in runs):
