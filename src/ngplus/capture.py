@@ -156,6 +156,8 @@ class Capture:
         for slot in kept:
             self._make_ready(slot)
         self._flush_all()
+        for matrix in self._matrices:
+            matrix.settle()
 
     # ------------------------------------------------------------------------------------------ forward
 
@@ -321,7 +323,7 @@ class Capture:
         assert slot.grad is not None
         with torch.no_grad(), no_mixed_precision(slot.grad.device):
             try:
-                factors = slot.factors()
+                factors = None if matrix.given_up else slot.factors()
             except NotPerSample as reason:
                 matrix.give_up(str(reason))
                 self._ready.pop(id(matrix), None)
@@ -431,7 +433,7 @@ class _ModuleWatcher(Watcher):
 
     def refuse(self, matrix: int, reason: str) -> None:
         if matrix in self._uses:
-            self._uses[matrix].matrix.fall_back(reason)
+            self._uses[matrix].matrix.give_up(reason)
 
     def record(self, matrix: int, output: Tensor, inputs: tuple[Tensor | None, ...], build: Build) -> None:
         capture, use = self._capture(), self._uses.get(matrix)

@@ -143,6 +143,8 @@ class Gathering:
             gathered = self._gathered.get(id(matrix))
             if gathered is None or gathered.gradient is None or any(p.grad is None for p in matrix.active_params):
                 continue
+            if matrix.given_up:
+                continue
             if gathered.total == []:  # no side is curved: the option was changed in the middle of the pass
                 continue
             grads = [local(p.grad).to_dense() for p in matrix.active_params if p.grad is not None]  # of one rank: all
@@ -152,7 +154,7 @@ class Gathering:
             rounding = (5e-2 if gathered.coarse else 1e-3) * gathered.length()
             matrix.checked, gathered.gradient = True, None
             if bool(left_over > rounding):
-                matrix.fall_back("a part of its gradient does not come from calls of its module")
+                matrix.give_up("a part of its gradient does not come from calls of its module")
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

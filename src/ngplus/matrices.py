@@ -98,11 +98,19 @@ class ParameterMatrix:
         self.source, self.reason = "batch", reason
 
     def give_up(self, reason: str) -> None:
-        """The same in the middle of a pass; where other ranks capture in step with this one, at the step."""
-        if self.in_step:
-            self.reason = reason
-        else:
-            self.fall_back(reason)
+        """The same in the middle of a pass: it holds from the step on. Until then uses are recorded as before, since a
+        checkpoint has to save again what it saved at first, and other ranks may capture in step with this one."""
+        self.reason = reason
+
+    @property
+    def given_up(self) -> bool:
+        """Is nothing to be made of what is recorded?"""
+        return bool(self.reason) and not self.in_step
+
+    def settle(self) -> None:
+        """At the step: what was given up has no per-sample curvature. Ranks in step with each other agree on that."""
+        if self.given_up:
+            self.fall_back(self.reason)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import reference
 import torch
-from steps import EXACT, Block, Model, N, check, data, loss_fn, one_step
+from steps import EXACT, Block, Model, N, assert_equal, brute_force, check, data, loss_fn, one_step
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -173,3 +174,90 @@ def test_bytes_kept_between_the_passes_of_a_refresh(reentrant: bool) -> None:
     assert count > 8
     assert saving < plain / 2
     assert living_bytes(reentrant, optimized=True)[0] == saving
+
+
+class Watchful(nn.Module):
+    """Looks at its numbers, which vmap cannot follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale if x.abs().max().item() < 1e6 else x
+
+
+class Positions(nn.Module):
+    """Vectors of positions, which are normalized before they are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.norm = nn.Embedding(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x[:, None] + self.norm(self.places(torch.arange(4)[None]))).mean(1)
+
+
+class Halved(nn.Module):
+    """Gives one tensor at first and two when it is called again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor, parts: int = 1) -> Any:
+        y = x * self.scale
+        return y if parts == 1 else y.split(2, dim=1)
+
+
+def lost_in_backward(m: Any, x: Tensor) -> Tensor:
+    return m.lost(torch.tanh(m.a(x)))
+
+
+def lost_in_the_second_region(m: Any, x: Tensor) -> Tensor:
+    return torch.cat(m.lost(m.a(m.lost(x)), 2), dim=1)
+
+
+def used_by_a_function(m: Any, x: Tensor) -> Tensor:
+    return torch.tanh(m.lost(x)) + nn.functional.linear(x, m.lost.weight)
+
+
+LOST: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor]]] = {
+    "vmap fails in backward": (Watchful, lost_in_backward),
+    "vectors are used otherwise": (Positions, lost_in_backward),
+    "refused in forward": (Halved, lost_in_the_second_region),
+    "found out by its gradient": (lambda: nn.Linear(4, 4), used_by_a_function),
+}
+
+
+def gradients_of_two_calls(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    """Of two graphs that wait at the same time, in one step."""
+    losses = [loss_fn(model(part), target) for part, target in ((x[:3], y[:3]), (x[3:], y[3:]))]
+    for loss in losses:
+        (loss / 2).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@KINDS
+@pytest.mark.filterwarnings("ignore:No per-sample curvature")
+@pytest.mark.parametrize("how", LOST)
+def test_curvature_that_is_given_up_within_a_pass(reentrant: bool, how: str) -> None:
+    """The recomputed forward saves what the first one saved, though nothing is made of it any more."""
+    make, call = LOST[how]
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(lambda h: torch.tanh(call(m, h)), x, use_reentrant=reentrant)
+        return m.head(x)
+
+    model = Model(forward, a=nn.Linear(4, 4), lost=make(), head=nn.Linear(4, 3))
+    x, y = data(4)
+    x.requires_grad_()
+    before = copy.deepcopy(model)
+    expected = brute_force(before, x, y, skip="lost")
+    optimizer = ngplus.NGPlus(model, **EXACT)
+    torch.testing.assert_close(gradients_of_two_calls(model, x, y), gradients_of_two_calls(before, x, y))
+    optimizer.step()
+    assert_equal(model, before, expected)
+    lost = {row.name.split(".")[0] for row in optimizer.plan() if row.source == "batch"}
+    assert lost == {"lost"}
