@@ -485,3 +485,68 @@ def test_a_weight_tied_in_layouts_that_do_not_agree_falls_back() -> None:
     with pytest.warns(UserWarning, match="No per-sample curvature"):
         first = train()
     assert train() < first
+
+
+# ------------------------------------------------------------------------------------------------ layouts
+
+SPARSE = {"coo": lambda x: x.to_sparse(), "csr": lambda x: x.to_sparse_csr()}
+NO_NOISE = pytest.mark.filterwarnings(
+    "ignore:Sparse CSR tensor support", "ignore:The PyTorch API of nested tensors", "ignore:No per-sample curvature"
+)
+
+
+@NO_NOISE
+@pytest.mark.parametrize("frozen", ["nothing", "weight"])
+@pytest.mark.parametrize("kind", SPARSE)
+def test_sparse_inputs(kind: str, frozen: str) -> None:
+    """The layer that takes them has mini-batch curvature, unless its bias alone is trained; the others are exact."""
+    model = mlp()
+    if frozen == "weight":
+        model[0].weight.requires_grad_(False)
+    x, y = data(4)
+    before, thin = copy.deepcopy(model), SPARSE[kind](F.relu(x))
+    expected = brute_force(before, thin.to_dense(), y, skip="\0" if frozen == "weight" else "0.")
+    loss_fn(before(thin), y).backward()
+    optimizer = ngplus.NGPlus(model, **EXACT)
+    loss_fn(model(thin), y).backward()
+    for ours, theirs in zip(model.parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    optimizer.step()
+    assert_equal(model, before, expected)
+    first, last = optimizer.plan()
+    assert (first.source, last.source) == ("sample" if frozen == "weight" else "batch", "sample")
+    assert "sparse or nested" in first.note or frozen == "weight"
+
+
+class Mixed(nn.Module):
+    """A layer that no rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.matrix)
+
+
+@NO_NOISE
+@pytest.mark.parametrize("batch_dim", [0, 1])
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_inputs(layout: torch.layout, batch_dim: int) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.norm(torch.relu(m.a(x)))
+        return m.b(torch.nested.to_padded_tensor(m.mixed(h), 0.0).sum(1))
+
+    model = Model(forward, a=nn.Linear(4, 4), norm=nn.LayerNorm(4), mixed=Mixed(), b=nn.Linear(4, 3))
+    x, y = data(5, 4)
+    nested = torch.nested.nested_tensor([row[: i % 5 + 1] for i, row in enumerate(x)], layout=layout)
+    before = copy.deepcopy(model)
+    loss_fn(before(nested), y).backward()
+    optimizer = ngplus.NGPlus(model, **EXACT, batch_dim=batch_dim)
+    loss_fn(model(nested), y).backward()
+    for ours, theirs in zip(model.parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    optimizer.step()
+    rows = {row.name: row for row in optimizer.plan()}
+    assert {name for name, row in rows.items() if "sparse or nested" in row.note} == set(rows) - {"b.weight"}
+    assert rows["b.weight"].source == "sample"

@@ -218,8 +218,8 @@ class Capture:
         """The sizes of the batch dimension that a tree of tensors may have, with their numbers of dimensions."""
         dim = self._root_dim
         for x in pytree.tree_leaves(_plain(tree)):
-            if dim is not None and isinstance(x, Tensor) and x.dim() > dim:
-                yield x.shape[dim], x.dim()
+            if dim is not None and isinstance(x, Tensor) and x.dim() > dim and not (x.is_nested and dim):
+                yield x.size(dim), x.dim()  # of a nested one the first dimension alone has a size
 
     def _new_call(self) -> Call:
         call = Call()
@@ -268,7 +268,11 @@ class Capture:
         """Waits for the gradient of ``output`` to build the factors of this use; ``summed`` is for their sum."""
         if not output.requires_grad or not any(use.active):
             return
-        matrix, call = use.matrix, self._present_call()
+        matrix = use.matrix
+        if not _lie_plainly(output, *inputs):
+            matrix.give_up("its module takes or gives a sparse or nested tensor")
+            return
+        call = self._present_call()
         anchor = torch.zeros((), requires_grad=True)
         saved = [None if x is None else x.detach() for x in inputs]
         held = Saved.apply(anchor, *saved)  # type: ignore[no-untyped-call]
@@ -395,6 +399,11 @@ def _reaches(matrix: ParameterMatrix) -> bool:
     return False
 
 
+def _lie_plainly(*tensors: Tensor | None) -> bool:
+    """Are they in memory entry by entry, none of them sparse or nested?"""
+    return all(x is None or (x.layout is torch.strided and not x.is_nested) for x in tensors)
+
+
 def _hook_target(output: Tensor) -> Tensor:
     """The tensor whose hook sees the output's gradient, whatever is done to the output in place.
 
@@ -457,6 +466,9 @@ class _ModuleWatcher(Watcher):
                 return None
             if not (use.active[0] or rule.bias_needs_input):
                 inputs = (None,) * len(inputs)  # torch keeps no input for a bias either
+            if not _lie_plainly(output, *inputs):  # before the rule looks at them
+                parameters.give_up("its module takes or gives a sparse or nested tensor")
+                return None
             adapted = rule.adapt(module, inputs, output, capture.batch(use))
             summed = None
             if parameters.known and use.active[0] and not parameters.managed:
