@@ -131,6 +131,30 @@ def test_flattened_positions() -> None:
     check(Model(forward, a=nn.Linear(4, 4), norm=nn.LayerNorm(4), b=nn.Linear(4, 3)), *data(5, 4))
 
 
+@pytest.mark.parametrize("kind", ["states", "words"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_flattened_output(kind: str, rows: int) -> None:
+    """A language model that gives its logits as [batch * length, words]."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.b(torch.tanh(m.a(x)).flatten(0, 1))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return loss_fn(output.unflatten(0, (len(target), -1)).mean(1), target)
+
+    x, y = data(rows, 4)
+    words = kind == "words"
+    x = (10 * x[..., 0]).long() % 11 if words else x
+    model = Model(forward, a=nn.Embedding(11, 4) if words else nn.Linear(4, 4), b=nn.Linear(4, 3))
+    before = copy.deepcopy(model)
+    expected = brute_force(before, x, y, loss)
+    optimizer = ngplus.NGPlus(model, **EXACT)
+    loss(model(x), y).backward()
+    optimizer.step()
+    assert_equal(model, before, expected)
+    assert {row.source for row in optimizer.plan()} == {"sample"}
+
+
 def test_siamese_calls_of_the_whole_model_in_one_loss() -> None:
     """Two calls in one backward pass are two uses by the same samples."""
 

@@ -203,11 +203,11 @@ class Capture:
         self._depth -= 1
         if self._depth or self._call is None:
             return
-        votes = Counter(self._sizes)
+        votes, first = Counter(self._sizes), self._call.batch_size
         sizes = [size for size, _ in self._leading(output)]
         for size in sizes:
-            votes[size] += 2  # a mask or a table of positions comes in, but it does not come out
-        first = self._call.batch_size
+            if not first or size % first:  # else it may have rows for each sample, as after flatten(0, 1)
+                votes[size] += 2  # a mask or a table of positions comes in, but it does not come out
         # The first that comes in and goes out, too, is the batch, however many states, weights or layers go along.
         through = next((size for size in self._sizes if size in sizes), None)
         likeliest = max(votes, key=lambda s: (votes[s], s == first)) if votes else None
