@@ -189,6 +189,45 @@ def test_functional_use_of_a_weight_is_noticed(scale: float) -> None:
     assert optimizer.plan()["a.weight"].source == "batch"
 
 
+class Cosine(nn.Linear):
+    """Its weight is no factor of the output, and its bias is none of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.normalize(x), F.normalize(self.weight))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_weight_is_looked_at_without_its_bias(bias: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Cosine(4, 3, bias=bias))
+    x, y = data(4)
+    before = copy.deepcopy(model)
+    expected = brute_force(before, x, y, skip="1.")
+    optimizer = ngplus.NGPlus(model, **EXACT)
+    with pytest.warns(UserWarning, match="1.weight"):
+        one_step(model, optimizer, x, y)
+    assert_equal(model, before, expected)
+    assert [row.source for row in optimizer.plan()] == ["sample", "batch"]
+
+
+def test_a_bias_whose_gradient_comes_later() -> None:
+    """It is looked at then."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.b(m.a(x))
+
+    model = Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 3))
+    x, y = data(4)
+    optimizer = ngplus.NGPlus(model, **EXACT)
+    loss_fn(model(x), y).backward(inputs=[model.a.weight, *model.b.parameters()])
+    optimizer.step()
+    assert {row.source for row in optimizer.plan()} == {"sample"}
+    optimizer.zero_grad()
+    (loss_fn(model(x), y) + model.a.bias.sum()).backward()
+    with pytest.warns(UserWarning, match="a.weight"):
+        optimizer.step()
+    assert [row.source for row in optimizer.plan()] == ["batch", "sample"]
+
+
 class TwoOutputs(nn.Module):
     """A layer that no rule knows, with two outputs: the second alone depends on ``v``."""
 
