@@ -228,6 +228,71 @@ def test_a_bias_whose_gradient_comes_later() -> None:
     assert [row.source for row in optimizer.plan()] == ["batch", "sample"]
 
 
+def by_hand(model: nn.Module, loss: Tensor) -> None:
+    params = list(model.parameters())
+    for p, g in zip(params, torch.autograd.grad(loss, params), strict=True):
+        p.grad = g
+
+
+def into_zeros(model: nn.Module, loss: Tensor) -> None:
+    model.zero_grad(set_to_none=False)
+    for p, g in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+        p.grad = g if p.grad is None else p.grad.add_(g)
+
+
+def decayed(model: nn.Module, loss: Tensor) -> None:
+    for p in model.parameters():
+        p.grad = torch.ones_like(p) if p.grad is None else p.grad.mul_(0.9)
+    loss.backward()
+
+
+def after_a_failure(model: nn.Module, loss: Tensor) -> None:
+    """Of a backward pass, half-way through the model."""
+    x, y = data(4)
+
+    def fail(grad: Tensor) -> None:
+        raise KeyError("stop")
+
+    model.zero_grad()
+    h = model[0].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+    with pytest.raises(KeyError):
+        loss_fn(model(x), y).backward()
+    h.remove()
+    loss_fn(model(x), y).backward()
+
+
+BY_OTHER_WAYS = {"autograd.grad": by_hand, "into zeros": into_zeros, "decayed": decayed, "failed": after_a_failure}
+
+
+@pytest.mark.parametrize("way", BY_OTHER_WAYS)
+def test_gradients_that_are_not_those_of_the_captured_pass_alone(way: str) -> None:
+    """No verdict comes of comparing them; one comes of the next pass that can tell."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), Plain(5, 3))
+    x, y = data(4)
+    optimizer = ngplus.NGPlus(model, **EXACT)
+    for _ in range(3):
+        before = copy.deepcopy(model)
+        BY_OTHER_WAYS[way](model, loss_fn(model(x), y))
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        expected = brute_force(before, x, y, gradients=gradients)
+        optimizer.step()
+        if way != "failed":  # whose samples are counted in, as they are in .grad
+            assert_equal(model, before, expected)
+        assert {row.source for row in optimizer.plan()} == {"sample"}
+    optimizer.zero_grad()
+    (loss_fn(model(x), y) + model[2].weight.sum()).backward()
+    with pytest.warns(UserWarning, match="2.weight"):
+        optimizer.step()
+    assert [row.source for row in optimizer.plan()] == ["sample", "batch"]
+
+
+class Plain(nn.Linear):
+    """As its class has it, by a forward of its own, which is looked at in every refresh."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
 class TwoOutputs(nn.Module):
     """A layer that no rule knows, with two outputs: the second alone depends on ``v``."""
 

@@ -65,8 +65,9 @@ class _Hook:
 
 class Capture:
     """Watches the uses of a model's matrices. ``sink`` is called, under no_grad, with each matrix's joined factors;
-    ``on_forward`` before each pass over the model, with the matrices that have changed since the last one, and
-    ``on_backward`` after it."""
+    ``on_forward`` before each pass over the model, with the matrices that have changed since the last one,
+    ``on_gradients`` when a backward pass brings the first gradient, before it has added to any .grad of a matrix that
+    it will bring, and ``on_backward`` after it."""
 
     def __init__(
         self,
@@ -76,9 +77,11 @@ class Capture:
         batch_dim: BatchDims = 0,
         on_forward: Callable[[list[ParameterMatrix]], None] | None = None,
         on_backward: Callable[[], None] | None = None,
+        on_gradients: Callable[[], None] | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._sink, self._on_forward, self._on_backward = sink, on_forward, on_backward
+        self._on_gradients = on_gradients
         self._dims = batch_dims(model, batch_dim)
         self._root_dim = self._dims.get(model, 0)
         self._matrices = list({id(use.matrix): use.matrix for use in uses}.values())
@@ -356,8 +359,12 @@ class Capture:
         """Once for each outermost pass: what it brings is handed on at its end."""
         if self._task == -1:
             self._task = torch._C._current_graph_task_id()
+            self._ready.clear()  # of a pass that has failed: at its end there would be nothing left
             this = weakref.ref(self)
             Variable._execution_engine.queue_callback(lambda: _end_of_backward(this))
+            if self._on_gradients is not None:
+                with torch.no_grad():
+                    self._on_gradients()
 
     def _leave_backward(self) -> None:
         """Uses that this pass did not reach are not waited for: the next pass brings other samples."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ngplus.calls import BatchDims
 from ngplus.capture import Capture
@@ -46,13 +46,15 @@ class Gathering:
         self._matrices, self._groups, self._gathers = matrices, groups, gathers
         self._on_forward = _weakly(on_forward)
         self._gathered: dict[int, Gathered] = {}
+        self._before: dict[int, list[_Mark]] = {}  # the gradients before the pass under way, where that is checked
         self._capture: Capture | None = None
         self.ranks: Ranks | None = None  # found where the model runs inside a DistributedDataParallel made later
 
     def watch(self, model: nn.Module, uses: list[Use], batch_dim: BatchDims, compiled: nn.Module | None) -> None:
         """Installs the capture. It knows this object weakly, so that hooks go with the optimizer."""
         before, after = _weakly(self._before_forward), _weakly(self._check_coverage)
-        self._capture = Capture(model, uses, _weakly(self._gather), batch_dim, before, after)
+        first = _weakly(self._before_gradients)
+        self._capture = Capture(model, uses, _weakly(self._gather), batch_dim, before, after, first)
         if compiled is not None:
             self._capture.compiled_calls.add_wrapper(compiled)
 
@@ -101,6 +103,7 @@ class Gathering:
     def drop(self) -> None:
         """Forgets what was gathered, as when gradients are set to zero."""
         self._gathered.clear()
+        self._before.clear()
         if self._capture is not None:
             self._capture.discard()
             self._capture.look_for_compiled_calls()
@@ -114,7 +117,7 @@ class Gathering:
     def _gather(self, matrix: ParameterMatrix, factors: Factors) -> None:
         group = self._groups[matrix.params[0]]
         small = not isinstance(factors, Lookup | Bags) or factors.rows <= CHECKED_ROWS
-        check = small and (not matrix.checked or matrix.own_forward) and not many_ranks()
+        check = small and id(matrix) in self._before
         gathered = self._gathered.setdefault(id(matrix), self._gathers())
         gathered.take_in(matrix, factors, group, seed_of(group), check)
 
@@ -123,6 +126,7 @@ class Gathering:
         gathered."""
         self._on_forward(bool(changed))
         for matrix in changed:
+            self._before.pop(id(matrix), None)
             if self._gathered.pop(id(matrix), None) is not None:  # frozen or cast between two micro-batches
                 matrix.armed = False  # samples of one of them alone would not be those of the gradient
         if self.ranks is None:
@@ -133,31 +137,71 @@ class Gathering:
             if id(matrix) in self._gathered and dropped:
                 del self._gathered[id(matrix)]
 
+    def _before_gradients(self) -> None:
+        """What is in .grad before a backward pass, which may be no work of a captured one."""
+        for matrix in () if many_ranks() else self._matrices:
+            table = matrix.lookup == "only" and matrix.layout.rows > CHECKED_ROWS
+            if not matrix.armed or (matrix.checked and not matrix.own_forward) or table:
+                continue
+            if matrix.managed and id(matrix) in self._before:
+                continue
+            self._before[id(matrix)] = [_Mark(p.grad) for p in matrix.active_params]
+            if id(matrix) in self._gathered:
+                self._gathered[id(matrix)].gradient = None  # of a pass that has failed
+
     def _check_coverage(self) -> None:
         """After the backward pass of the first refresh: do the captured parts add up to the gradients?
 
         What is left over comes from a use that no watched module made, such as ``F.linear(x, embedding.weight)`` or a
-        penalty on the weights in the loss.
+        penalty on the weights in the loss. A pass that adds to no .grad, as that of ``torch.autograd.grad``, cannot
+        tell; the next one may.
         """
-        for matrix in self._matrices:
+        for matrix in self._matrices if self._before else ():
             gathered = self._gathered.get(id(matrix))
-            if gathered is None or gathered.gradient is None or matrix.given_up:
+            marks = self._before.get(id(matrix), [])
+            added = [mark.added(p.grad) for p, mark in zip(matrix.active_params, marks, strict=False)]
+            if matrix.managed and all(grad is None for grad in added):
+                continue  # FSDP2 keeps the gradients of accumulated micro-batches to itself, and brings their sum
+            self._before.pop(id(matrix), None)
+            if gathered is None or gathered.gradient is None:
                 continue
-            if gathered.total == []:  # no side is curved: the option was changed in the middle of the pass
+            captured, gathered.gradient = matrix.layout.split(gathered.gradient), None
+            # No side is curved where the option was changed in the middle of the pass.
+            if matrix.given_up or gathered.total == [] or all(grad is None for grad in added):
                 continue
-            found = zip(matrix.active_params, matrix.layout.split(gathered.gradient), strict=True)
-            left_over = [
-                torch.linalg.vector_norm(local(p.grad).to_dense().to(captured) - captured)  # of one rank: all
-                for p, captured in found
-                if p.grad is not None  # of a forward that leaves the bias out, its weight is looked at all the same
-            ]
-            if not left_over:
-                continue
+            # Of a forward that leaves the bias out, the weight is looked at all the same.
+            pairs = [(grad, part) for grad, part in zip(added, captured, strict=True) if grad is not None]
+            left_over = [torch.linalg.vector_norm(grad.to(part) - part) for grad, part in pairs]
             # Factors of 16 bits come from float16 or bfloat16 parameters, or from autocast.
-            rounding = (5e-2 if gathered.coarse else 1e-3) * gathered.length()
-            matrix.checked, gathered.gradient = len(left_over) == len(matrix.active_params), None
+            rounding = (5e-2 if gathered.coarse else 1e-3) * gathered.length() + sum(mark.rounding() for mark in marks)
+            matrix.checked = all(grad is not None for grad in added)
             if bool(torch.linalg.vector_norm(torch.stack(left_over)) > rounding):
                 matrix.give_up("a part of its gradient does not come from calls of its module")
+
+
+class _Mark:
+    """A gradient as it was, to tell what is added to it."""
+
+    def __init__(self, grad: Tensor | None) -> None:
+        self.grad, self.version = grad, None if grad is None else grad._version
+        self.entries = None if grad is None else grad.clone()
+
+    def changed(self, grad: Tensor | None) -> bool:
+        """Is it another tensor since, or has it been written to?"""
+        return grad is not self.grad or (grad is not None and grad._version != self.version)
+
+    def added(self, grad: Tensor | None) -> Tensor | None:
+        """What has been added since, on this rank; None where nothing has."""
+        if grad is None or not self.changed(grad):
+            return None
+        found = local(grad).to_dense()
+        return found if self.entries is None else found - local(self.entries).to_dense()
+
+    def rounding(self) -> Tensor | float:
+        """What a difference from it may be off by."""
+        if self.entries is None:
+            return 0.0
+        return 4 * torch.finfo(self.entries.dtype).eps * torch.linalg.vector_norm(local(self.entries).to_dense())
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
