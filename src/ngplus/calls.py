@@ -73,6 +73,11 @@ class Slot:
         self.grad: Tensor | None = None
         self.summed = summed
 
+    def forget(self) -> None:
+        """Its gradient is thrown away, and may come again, since its graph was retained."""
+        self.grad = None
+        self.call.waiting[id(self.use.matrix)] += 1
+
     def factors(self) -> Factors | None:
         assert self.grad is not None
         matrix, batch = self.use.matrix, Batch(self.dim, self.call.batch_size)

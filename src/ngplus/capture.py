@@ -148,10 +148,19 @@ class Capture:
         """Takes all hooks off the model."""
         self._finalizer()
 
-    def discard(self) -> None:
-        """Forgets what has arrived; the gradients of a forward pass already made may still come."""
-        self._ready.clear()
-        self._kept.clear()
+    def kept(self) -> set[int]:
+        """The matrices, by id, whose gradients are kept until the step."""
+        return {id(slot.use.matrix) for slot in self._kept}
+
+    def discard(self, matrix: ParameterMatrix | None = None) -> None:
+        """Forgets what has arrived, for one matrix or all; the gradients of a forward pass already made may still
+        come."""
+        gone = [slot for slot in self._kept if matrix is None or slot.use.matrix is matrix]
+        self._kept = [slot for slot in self._kept if not (matrix is None or slot.use.matrix is matrix)]
+        for slot in gone:
+            slot.forget()
+        if matrix is None:
+            self._ready.clear()
 
     def flush(self) -> None:
         """Hands on all that has arrived: at the step, or for study."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ngplus.calls import BatchDims
 from ngplus.capture import Capture
 from ngplus.curvature import Gathered, Group
-from ngplus.dtensor import local, many_ranks
+from ngplus.dtensor import is_dtensor, local, many_ranks
 from ngplus.factors import Bags, Factors, Lookup
 from ngplus.matrices import ParameterMatrix, Use
 from ngplus.sharding import holds_gradients
@@ -47,12 +47,13 @@ class Gathering:
         self._on_forward = _weakly(on_forward)
         self._gathered: dict[int, Gathered] = {}
         self._before: dict[int, list[_Mark]] = {}  # the gradients before the pass under way, where that is checked
+        self._after: dict[int, list[_Mark]] = {}  # and after the last one, of matrices for which it has brought samples
         self._capture: Capture | None = None
         self.ranks: Ranks | None = None  # found where the model runs inside a DistributedDataParallel made later
 
     def watch(self, model: nn.Module, uses: list[Use], batch_dim: BatchDims, compiled: nn.Module | None) -> None:
         """Installs the capture. It knows this object weakly, so that hooks go with the optimizer."""
-        before, after = _weakly(self._before_forward), _weakly(self._check_coverage)
+        before, after = _weakly(self._before_forward), _weakly(self._after_backward)
         first = _weakly(self._before_gradients)
         self._capture = Capture(model, uses, _weakly(self._gather), batch_dim, before, after, first)
         if compiled is not None:
@@ -104,6 +105,7 @@ class Gathering:
         """Forgets what was gathered, as when gradients are set to zero."""
         self._gathered.clear()
         self._before.clear()
+        self._after.clear()
         if self._capture is not None:
             self._capture.discard()
             self._capture.look_for_compiled_calls()
@@ -136,9 +138,32 @@ class Gathering:
             dropped = all(p.grad is None for p in matrix.params) and not any(map(holds_gradients, matrix.managed))
             if id(matrix) in self._gathered and dropped:
                 del self._gathered[id(matrix)]
+        self._drop_thrown_away()
+
+    def _drop_thrown_away(self) -> None:
+        """Samples whose gradients have been set to zero or None since their pass. In the usual loop no gradient has
+        been touched, so that none is looked at and nothing is waited for."""
+        for matrix in self._matrices if self._after else ():
+            found = zip(matrix.params, self._after.get(id(matrix), []), strict=False)
+            touched = any(mark.grad is not None and mark.changed(p.grad) for p, mark in found)
+            if touched and all(_is_zero(p.grad) for p in matrix.params):
+                del self._after[id(matrix)]
+                self._gathered.pop(id(matrix), None)
+                if self._capture is not None:
+                    self._capture.discard(matrix)
+
+    def _after_backward(self) -> None:
+        """The check, and a mark on the gradients that the pass has left."""
+        self._check_coverage()
+        kept = set() if self._capture is None else self._capture.kept()
+        for matrix in self._matrices if self._gathered or kept else ():
+            if (id(matrix) in self._gathered or id(matrix) in kept) and not matrix.managed:
+                self._after[id(matrix)] = [_Mark(p.grad, entries=False) for p in matrix.params]
 
     def _before_gradients(self) -> None:
-        """What is in .grad before a backward pass, which may be no work of a captured one."""
+        """What is in .grad before a backward pass, which may be no work of a captured one. It is a time to see what was
+        thrown away, too: there is no other where parts of the model are called by themselves."""
+        self._drop_thrown_away()
         for matrix in () if many_ranks() else self._matrices:
             table = matrix.lookup == "only" and matrix.layout.rows > CHECKED_ROWS
             if not matrix.armed or (matrix.checked and not matrix.own_forward) or table:
@@ -182,9 +207,9 @@ class Gathering:
 class _Mark:
     """A gradient as it was, to tell what is added to it."""
 
-    def __init__(self, grad: Tensor | None) -> None:
+    def __init__(self, grad: Tensor | None, entries: bool = True) -> None:
         self.grad, self.version = grad, None if grad is None else grad._version
-        self.entries = None if grad is None else grad.clone()
+        self.entries = grad.clone() if entries and grad is not None else None
 
     def changed(self, grad: Tensor | None) -> bool:
         """Is it another tensor since, or has it been written to?"""
@@ -202,6 +227,13 @@ class _Mark:
         if self.entries is None:
             return 0.0
         return 4 * torch.finfo(self.entries.dtype).eps * torch.linalg.vector_norm(local(self.entries).to_dense())
+
+
+def _is_zero(grad: Tensor | None) -> bool:
+    """Or None. Of a sharded gradient a rank sees its part alone, so it is not asked."""
+    if grad is None:
+        return True
+    return not is_dtensor(grad) and not bool((grad._values() if grad.is_sparse else grad).any())
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -74,8 +76,16 @@ DISCARD = {
     "optimizer.zero_grad": lambda model, optimizer: optimizer.zero_grad(),
     "optimizer.zero_grad to zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
     "model.zero_grad": lambda model, optimizer: model.zero_grad(),
+    "model.zero_grad to zeros": lambda model, optimizer: model.zero_grad(set_to_none=False),
     "grad = None": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
+    "grad.zero_": lambda model, optimizer: [p.grad.zero_() for p in model.parameters()],
+    "grad = zeros": lambda model, optimizer: [setattr(p, "grad", torch.zeros_like(p)) for p in model.parameters()],
 }
+
+
+def in_parts(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The layers of a Sequential by themselves."""
+    return lambda x: reduce(lambda h, layer: layer(h), model, x)  # type: ignore[arg-type, no-any-return]
 
 
 @BOTH
@@ -89,6 +99,58 @@ def test_gradients_thrown_away(model: Make, discard: str) -> None:
         loss_fn(model(x), y).backward()
         optimizer.step()
 
+    check(model(), *data(4), train)
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["model", "parts"])
+@pytest.mark.parametrize("retain", [False, True], ids=["", "retained"])
+@pytest.mark.parametrize("when", ["before forward", "before backward"])
+@pytest.mark.parametrize("discard", DISCARD)
+def test_gradients_thrown_away_at_any_time(discard: str, when: str, retain: bool, parts: bool) -> None:
+    """Also where a graph was retained, and where the parts of the model are called in its place."""
+
+    def train(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        call = in_parts(model) if parts else model
+        thrown = loss_fn(call(x.flip(0) * 2), y)
+        if when == "before forward":
+            thrown.backward(retain_graph=retain)
+            DISCARD[discard](model, optimizer)
+            loss = loss_fn(call(x), y)
+        else:
+            loss = loss_fn(call(x), y)
+            thrown.backward(retain_graph=retain)
+            DISCARD[discard](model, optimizer)
+        loss.backward()
+        optimizer.step()
+
+    check(mlp(), *data(4), train)
+
+
+@pytest.mark.parametrize("discard", DISCARD)
+def test_the_same_graph_after_its_gradients_were_thrown_away(discard: str) -> None:
+    def train(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        output = model(x)
+        (3 * loss_fn(output, y.flip(0))).backward(retain_graph=True)
+        DISCARD[discard](model, optimizer)
+        loss_fn(output, y).backward()
+        optimizer.step()
+
+    check(mlp(), *data(4), train)
+
+
+@BOTH
+def test_gradients_that_stay_are_not_looked_at(model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To see whether they are zero would be to wait for an accelerator."""
+
+    def look(grad: Tensor) -> bool:
+        raise AssertionError
+
+    def train(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        for i in range(0, len(x), 2):
+            (loss_fn(model(x[i : i + 2]), y[i : i + 2]) / 3).backward()
+        optimizer.step()
+
+    monkeypatch.setattr("ngplus.gathering._is_zero", look)
     check(model(), *data(4), train)
 
 
