@@ -189,6 +189,23 @@ def test_functional_use_of_a_weight_is_noticed(scale: float) -> None:
     assert optimizer.plan()["a.weight"].source == "batch"
 
 
+def test_a_module_that_is_never_called() -> None:
+    """Its weight is used by a function alone."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.b(torch.tanh(F.linear(x, m.a.weight)))
+
+    model = Model(forward, a=nn.Linear(4, 4, bias=False), b=nn.Linear(4, 3))
+    x, y = data(4)
+    before = copy.deepcopy(model)
+    expected = brute_force(before, x, y, skip="a.")
+    optimizer = ngplus.NGPlus(model, **EXACT)
+    with pytest.warns(UserWarning, match="a.weight"):
+        one_step(model, optimizer, x, y)
+    assert_equal(model, before, expected)
+    assert optimizer.plan()["a.weight"].note.startswith("no gradient was captured:")
+
+
 class Cosine(nn.Linear):
     """Its weight is no factor of the output, and its bias is none of it."""
 

@@ -78,6 +78,12 @@ def test_every_reason_for_mini_batch_curvature_is_on_the_page_of_troubles() -> N
     assert not [reason for reason in found if reason not in page]
 
 
+def test_the_row_of_a_missing_gradient_names_modules_that_are_never_called() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith("| no gradient was captured |"))
+    assert "F.linear(x, self.a.weight)" in row
+
+
 @pytest.mark.parametrize("name", OBJECTS)
 def test_every_public_name_has_an_example_that_runs(name: str) -> None:
     names = {"ngplus": ngplus, "torch": torch, "nn": nn, **vars(sys.modules[OBJECTS[name].__module__])}
