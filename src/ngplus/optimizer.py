@@ -53,18 +53,16 @@ class Curvature(NamedTuple):
 class NGPlus(CapturedOptimizer):
     """NG+, natural gradient in matrix form, for any PyTorch model.
 
-    With per-sample gradients G_i of a parameter matrix W (m x n) and the mini-batch gradient G, every ``update_every``
-    steps
+    With per-sample gradients G_i of a parameter matrix W (m x n), every ``update_every`` steps
 
-        L = 1/S sum_i G_i G_i^T    where m <= n
-        R = 1/S sum_i G_i^T G_i    where m > n
+        L = 1/S sum_i G_i G_i^T    and    R = 1/S sum_i G_i^T G_i
 
-    and in each step, with ``scaling="inverse"``,
+    By default, ``scaling="adaptive"``, a step is Adam's in the eigenbases of the two: its moments are those of Q_L^T G
+    Q_R, with G the mini-batch gradient, all of the first, and of the second the means over rows and columns. With
+    ``scaling="inverse"``, the method of the paper, it is
 
-        W <- W - lr (lambda I + L)^-1 G    or    W <- W - lr G (lambda I + R)^-1
-
-    The default, ``scaling="adaptive"``, has Adam's moments in the eigenbases of L and R in place of the inverse: all of
-    the first, and of the second the means over rows and columns.
+        W <- W - lr (lambda I + L)^-1 G    where m <= n
+        W <- W - lr G (lambda I + R)^-1    where m > n
 
     Examples:
         >>> model = nn.Linear(4, 2)
@@ -96,7 +94,7 @@ class NGPlus(CapturedOptimizer):
             from mini-batch gradients with ``beta`` and ``gamma`` (1 - beta where None), started from lambda I, updated
             in every step; it needs no model. Unless it is given, ``"momentum"`` with ``scaling="adaptive"``, and
             ``"sample"`` with ``"inverse"``.
-        scaling: ``"adaptive"``, Adam's moments in the eigenbasis of L or R (``momentum``, ``beta2``, ``eps``), with
+        scaling: ``"adaptive"``, Adam's moments in the eigenbases of L and R (``momentum``, ``beta2``, ``eps``), with
             learning rates like Adam's; ``"inverse"``, the paper's direction, with learning rates like SGD's.
         beta, gamma: the weights of the moving averages: Lbar = beta Lbar + (1 - beta) L for ``"momentum"``, and
             Ltilde = beta Ltilde + gamma G G^T for ``"batch"``. Unless it is given, ``beta`` is 0.9 with
