@@ -127,13 +127,17 @@ class _Calls:
         self._changed = threading.Condition()
 
     def _others(self) -> list[bool]:
-        own, alive = threading.get_ident(), {thread.ident for thread in threading.enumerate()}
-        return [hidden for ident, hidden in self._hidden_by.items() if ident != own and ident in alive]
+        """Of each other thread that is inside: does it hide the projections?"""
+        own = threading.get_ident()
+        others = {ident: hidden for ident, hidden in self._hidden_by.items() if ident != own}
+        alive = {thread.ident for thread in threading.enumerate()} if others else set()
+        return [hidden for ident, hidden in others.items() if ident in alive]
 
     def enter(self) -> None:
+        """Waits for a thread that hides the projections, or is about to."""
         with self._changed:
             self._leave()
-            self._changed.wait_for(lambda: not any(self._others()), self.PATIENCE)
+            self._changed.wait_for(lambda: not (self._waits or any(self._others())), self.PATIENCE)
             self._hidden_by[threading.get_ident()] = False
 
     def keep_out_others(self) -> bool:
@@ -148,6 +152,7 @@ class _Calls:
             finally:
                 self._waits = False
             self._hidden_by[threading.get_ident()] = alone
+            self._changed.notify_all()
             return alone
 
     def leave(self) -> bool:
