@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -284,3 +285,14 @@ def test_learning_rate_and_damping_schedules_side_by_side() -> None:
         optimizer.step()
         rate.step()
         damping.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"), [({}, True), ({"curvature": "batch"}, False), ({"scaling": "inverse"}, False)], ids=str
+)
+def test_a_schedule_of_what_changes_nothing_is_told(options: dict[str, Any], told: bool) -> None:
+    optimizer = ngplus.NGPlus(nn.Linear(3, 2), **options)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        ngplus.schedules.ExponentialDamping(optimizer, rate=0.8)
+    assert ["damping changes nothing" in str(warning.message) for warning in seen] == [True] * told

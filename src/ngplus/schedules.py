@@ -9,6 +9,7 @@ On the way from gradient to step: beside it; they change lambda between steps.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -33,6 +34,11 @@ def _initial(group: dict[str, Any]) -> float:
     return float(group["initial_damping"])
 
 
+def _counts(group: dict[str, Any]) -> bool:
+    """Does the damping of this group change its steps?"""
+    return group.get("scaling", "inverse") == "inverse" or group.get("curvature") == "batch"
+
+
 class LambdaDamping:
     """damping = initial damping * factor(epoch), for each parameter group.
 
@@ -50,6 +56,9 @@ class LambdaDamping:
     def __init__(self, optimizer: HasGroups, factor: Callable[[float], float]) -> None:
         for group in optimizer.param_groups:
             _initial(group)
+        if not any(map(_counts, optimizer.param_groups)):
+            text = "The damping changes nothing with scaling='adaptive': this schedule has nothing to do"
+            warnings.warn(text, stacklevel=2 if type(self) is LambdaDamping else 3)
         self.optimizer, self.factor, self.epoch = optimizer, factor, 0.0
         self._set()
 
