@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,5 +37,15 @@ def one_thread() -> Iterator[None]:
     """Threads cost more than they bring at the sizes of tests."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For commands, which leave runs where they are called, and look for data."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NGPLUS_DATA", raising=False)
+    threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

@@ -7,8 +7,6 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +20,7 @@ pytest.importorskip("tensorboard")
 pytest.importorskip("typer")
 pytest.importorskip("pytorch_optimizer")
 
+from commands import SHORT, ngplus, trials_of
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -30,24 +29,7 @@ from ngplus.lab import collection, runs, train, training, workloads
 from ngplus.lab.cli import app
 from ngplus.lab.workloads.digits import Digits
 
-CONFIG = runs.Config("digits", "small", "sgd", {}, 100, 100, 16, 10, 0.9, "accuracy", True)
-SHORT = ["--steps", "6", "--evaluate-every", "3", "--batch-size", "16", "--set", "width=4"]
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("NGPLUS_DATA", raising=False)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-def ngplus(*arguments: str, code: int = 0) -> str:
-    """What the command says, without line breaks."""
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exit_code == code, (result.output, result.exception)
-    return " ".join(result.output.split())
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 def test_train_leaves_a_folder_and_says_where() -> None:
@@ -211,151 +193,6 @@ def test_the_digest_is_that_of_the_code_a_curve_comes_from(tmp_path: Path) -> No
     assert len(runs.code_digest()) == 12
 
 
-def test_tune_writes_a_preset_that_train_takes() -> None:
-    arguments = ["tune", "digits", "--optimizer", "sgd,ngplus-paper", "--trials", "3", *SHORT]
-    ngplus(*arguments)
-    held = json.loads(Path("presets/digits.json").read_text())["presets"]["small"]
-    assert set(held["ngplus-paper"]["hyper"]) == {"lr", "damping"}
-    assert len(held["sgd"]["tuning"]["trials"]) == 3
-    rates = [trial["hyper"]["lr"] for trial in held["sgd"]["tuning"]["trials"]]
-    assert rates == pytest.approx([0.1, 0.1 / 3, 0.3])  # the defaults, and around them
-    assert Path("tuning.db").exists()
-    before = Path("presets/digits.json").read_bytes()
-    ngplus(*arguments)  # the study has its trials
-    assert Path("presets/digits.json").read_bytes() == before
-    ngplus("train", "digits", "--optimizer", "sgd", *SHORT)
-    run = runs.load(Path("runs/digits-small/sgd-seed0"))
-    assert run.config.hyper["lr"] == held["sgd"]["hyper"]["lr"]
-    assert run.config.tuning is not None
-    assert run.config.tuning["study"] == "digits-small-sgd-target"
-
-
-def test_a_storage_is_a_local_file_or_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = ["tune", "digits", "-o", "adam", "--trials", "1", "--finalists", "1", *SHORT]
-    said = ngplus(*made, "--storage", "mine.db")
-    assert "the best of 1 trial with" in said
-    assert Path("mine.db").read_bytes().startswith(b"SQLite")
-    ngplus(*made, "--storage", "sqlite:///mine.db")
-    Path("file").touch()
-    monkeypatch.setattr(training, "run", None)  # nothing is run
-    assert "No settings can be written to file" in ngplus(*made, "--presets", "file", "--storage", "new.db", code=2)
-
-
-def test_tune_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "torchrun" in ngplus("tune", "digits", "-o", "sgd", *SHORT, code=2)
-    assert not Path("tuning.db").exists()
-
-
-ALONE = ("--finalists", "1")
-
-
-def trials_of(name: str) -> list[dict[str, Any]]:
-    held = json.loads(Path("presets/digits.json").read_text())["presets"]["small"][name]
-    return list(held["tuning"]["trials"])
-
-
-def test_a_trial_ends_when_nothing_more_is_to_be_learned(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends: list[tuple[str, str, int]] = []
-    real = training.run
-
-    def watched(*arguments: Any, **options: Any) -> Any:
-        result = real(*arguments, **options)
-        ends.append((result.status, result.reason, result.step))
-        return result
-
-    monkeypatch.setattr(training, "run", watched)
-    common = ["--evaluate-every", "1", "--batch-size", "16", "--set", "width=4", "--steps", "8"]
-    # any accuracy is enough, even the untrained model's
-    ngplus("tune", "digits", "-o", "adam", "--trials", "2", "--target", "0.0", *common, *ALONE)
-    assert ends == [("stopped", "target reached", 1)] * 2
-    assert [trial["score"] for trial in trials_of("adam")] == [0.0] * 2
-    ends.clear()
-    # out of time at the first look
-    ngplus("tune", "digits", "-o", "sgd", "--trials", "1", "--target", "2.0", "--limit", "0", *common, *ALONE)
-    assert ends == [("stopped", "out of time", 1)]
-    assert trials_of("sgd")[0]["score"] > 1
-    ends.clear()
-    # out of reach: all runs go to half of their steps at least, and those behind the median no further
-    ngplus("tune", "digits", "-o", "adagrad", "--trials", "5", "--target", "2.0", *common, *ALONE)
-    assert len(ends) == 5
-    assert all(
-        (status, step) == ("finished", 8) or (status == "stopped" and reason == "behind" and 4 < step < 8)
-        for status, reason, step in ends
-    )
-
-
-def test_a_trial_that_cannot_win_ends() -> None:
-    from ngplus.lab import optimizers, tune
-
-    study = tune.open_study("sqlite:///one.db", "one", CONFIG)
-    made = tune.Plan(optimizers.get("sgd"), CONFIG, study, 3, 1, 0, 1, "target", None)
-    study.tell(study.ask(), 0.3)  # the target after 30 of 100 steps
-    look = tune.stopper(made, study.ask(), CONFIG)
-    assert [look(step, 0.5) for step in (10, 20, 30)] == ["", "", "cannot win"]
-    look = tune.stopper(made, study.ask(), CONFIG)
-    assert look(20, 0.95) == "target reached"
-
-
-def test_rates_that_diverged_are_not_tried_again() -> None:
-    from optuna.distributions import FloatDistribution
-    from optuna.trial import create_trial
-
-    from ngplus.lab.optimizers import Range
-    from ngplus.lab.tune import FAILED, narrowed
-
-    def trial(lr: float, score: float) -> Any:
-        return create_trial(
-            params={"lr": lr},
-            distributions={"lr": FloatDistribution(1e-9, 1e9)},
-            value=score,
-            user_attrs={"diverged": True} if score == FAILED else {},
-        )
-
-    ranges = {"lr": Range(1e-3, 1.0), "damping": Range(0.1, 1.0)}
-    assert narrowed(ranges, [trial(0.1, 0.5), trial(0.5, 1.2)]) == ranges
-    assert narrowed(ranges, [trial(0.8, FAILED)])["lr"] == Range(1e-3, 0.4)
-    held = narrowed(ranges, [trial(0.1, FAILED), trial(0.002, FAILED), trial(0.0001, 0.7)])
-    assert held == {"lr": Range(1e-5, 1e-3), "damping": Range(0.1, 1.0)}
-
-
-@pytest.mark.parametrize("objective", ["target", "final"])
-def test_what_diverged_is_behind_what_learned_nothing(objective: str) -> None:
-    """However far from the target a run ends, and however large its loss is."""
-    from ngplus.lab import train
-    from ngplus.lab.tune import score
-
-    chosen, size = train.open_preset("digits", "small", {}, [], None)
-    config = train.configure(chosen, "small", size, "sgd", seed=0)
-    config = replace(config, target=1e-3, higher_is_better=False)
-    lost = replace(runs.summarise(config, [], 0, 0.0, 0, "finished"), final=1e6)
-    assert score(config, lost, objective) < score(config, replace(lost, status="diverged"), objective)
-
-
-def test_two_processes_do_not_make_a_trial_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    import optuna
-
-    from ngplus.lab import tune
-
-    ngplus("tune", "digits", "-o", "adam", "--trials", "1", *SHORT)
-    study = optuna.load_study(study_name="digits-small-adam-target", storage="sqlite:///tuning.db")
-    other = study.ask()  # somebody else is at it
-    told: list[int] = []
-    real = tune.make_trial
-
-    def counted(plan: Any, patient: bool, *rest: Any) -> None:
-        told.append(patient)
-        real(plan, patient, *rest)
-        if len(told) == 1:
-            study.tell(other, 0.9)
-
-    monkeypatch.setattr(tune, "make_trial", counted)
-    ngplus("tune", "digits", "-o", "adam", "--trials", "3", *SHORT)
-    assert told == [True]
-    assert len(trials_of("adam")) == 3
-    assert "steps 6 there and 7 now" in ngplus("tune", "digits", "-o", "adam", *SHORT, "--steps", "7", code=2)
-
-
 def test_runs_that_diverge_are_recorded_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     from ngplus.lab import optimizers
 
@@ -382,27 +219,6 @@ def test_compare_takes_several_workloads() -> None:
     assert "autoencoder" in said
     assert [run.config.workload for run in collection.find([Path("both")])] == ["autoencoder", "digits"]
     assert "No workload is named" in ngplus("compare", ",", code=2)
-
-
-def test_the_same_seed_tunes_alike() -> None:
-    found = []
-    for name in ("a", "b"):
-        ngplus(
-            "tune",
-            "digits",
-            "-o",
-            "adam",
-            "--trials",
-            "3",
-            "--storage",
-            f"sqlite:///{name}.db",
-            "--presets",
-            name,
-            *SHORT,
-        )
-        trials = json.loads(Path(f"{name}/digits.json").read_text())["presets"]["small"]["adam"]["tuning"]["trials"]
-        found.append(trials)
-    assert found[0] == found[1]
 
 
 def test_plan_of_a_workload_and_of_any_model() -> None:
@@ -557,95 +373,3 @@ def test_a_damaged_preset_is_named() -> None:
         assert "not in the right form" in ngplus("train", "digits", "-o", "sgd", code=2)
     Path("presets/digits.json").write_text("{")
     assert "presets/digits.json" in ngplus("train", "digits", "-o", "sgd", code=2)
-
-
-def test_a_trial_of_several_seeds_has_their_mean() -> None:
-    ngplus("tune", "digits", "-o", "adam", "--trials", "2", "--seeds", "2", "--objective", "final", *SHORT)
-    held = json.loads(Path("presets/digits.json").read_text())["presets"]["small"]["adam"]["tuning"]
-    assert held["seeds of the runs"] == [100, 101]
-    assert held["seeds of the finals"] == [100, 101, 102, 103]
-    assert len(held["trials"]) == 2
-    assert all(-1 <= trial["score"] <= 0 for trial in held["trials"])
-
-
-class Told:
-    """Runs that end as a test says: for each learning rate and seed the steps that it takes, of 100."""
-
-    def __init__(self, steps: dict[tuple[float, int], int]) -> None:
-        self.steps = steps
-        self.made: list[tuple[float, int, int]] = []
-
-    def __call__(self, config: runs.Config, *_: Any, on_look: Any, **options: Any) -> runs.Result:
-        rate = round(config.hyper["lr"], 4)
-        wanted = self.steps[rate, config.seed]
-        for step in range(10, 101, 10):
-            reason = on_look(step, 1.0 if step >= wanted else 0.5)
-            if reason or step == 100:
-                break
-        self.made.append((rate, config.seed, step))
-        looks = [{"step": step, "seconds": 1.0, "accuracy": 1.0 if step >= wanted else 0.5}]
-        return runs.summarise(config, looks, step, 1.0, 0, "stopped" if reason else "finished", reason)
-
-
-def test_the_best_trials_are_run_on_more_seeds_and_the_best_mean_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told({
-        (0.003, 100): 40, (0.003, 101): 50, (0.003, 102): 60,
-        (0.001, 100): 30, (0.001, 101): 100, (0.001, 102): 60,  # the best of the seed that all trials have
-        (0.009, 100): 80, (0.009, 101): 100, (0.009, 102): 90,
-    })  # fmt: skip
-    monkeypatch.setattr(training, "run", told)
-    arguments = ["tune", "digits", "-o", "adam", "--trials", "3", "--steps", "100", "--target", "0.9"]
-    said = ngplus(*arguments, "--warmup", "1")
-    assert "lr 0.003, the best of 3 trials with a score of 0.5;" in said
-    trials = told.made[:3]
-    assert trials == [(0.003, 100, 40), (0.001, 100, 30), (0.009, 100, 80)]
-    finals = told.made[3:]
-    assert finals == [
-        (0.001, 101, 100), (0.001, 102, 60),  # 190 steps in all, with the 30 of its trial
-        (0.003, 101, 50), (0.003, 102, 60),  # 150
-        (0.009, 101, 70),  # and here it has as many with the 80 of its trial
-    ]  # fmt: skip
-    held = {round(trial["hyper"]["lr"], 4): trial["scores of the finals"] for trial in trials_of("adam")}
-    assert held[0.001] == pytest.approx([0.3, 1.0, 0.6])
-    assert held[0.003] == pytest.approx([0.4, 0.5, 0.6])
-    assert held[0.009] == pytest.approx([0.8])
-    ngplus(*arguments, "--warmup", "1")  # all of it is in the storage
-    assert told.made[8:] == []
-    # two finalists: the last trial ends where it is not among them any more, and is not one
-    said = ngplus(*arguments, "--warmup", "1", "--finalists", "2", "--storage", "sqlite:///two.db")
-    assert "lr 0.003, the best of 3 trials with a score of 0.5;" in said
-    assert told.made[8:11] == [(0.003, 100, 40), (0.001, 100, 30), (0.009, 100, 40)]
-    assert len(told.made) == 8 + 3 + 4
-    assert [len(trial.get("scores of the finals", [])) for trial in trials_of("adam")] == [3, 3, 0]
-    said = ngplus(*arguments, "--warmup", "1", "--trials", "1", "--storage", "sqlite:///two.db")
-    assert "lr 0.003, the best of 1 trial with" in said
-
-
-def test_a_finalist_that_was_left_off_goes_on_when_its_better_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third trial beats the others, and then only two trials are asked for."""
-    told = Told({(0.003, seed): 60 for seed in (100, 101, 102)} | {(0.001, seed): 70 for seed in (100, 101, 102)}
-                | {(0.009, seed): 20 for seed in (100, 101, 102)})  # fmt: skip
-    monkeypatch.setattr(training, "run", told)
-    arguments = ["tune", "digits", "-o", "adam", "--steps", "100", "--target", "0.9"]
-    assert "lr 0.009" in ngplus(*arguments, "--trials", "3")
-    assert len(trials_of("adam")[0]["scores of the finals"]) < 3
-    assert "lr 0.003, the best of 2 trials with a score of 0.6;" in ngplus(*arguments, "--trials", "2")
-    assert trials_of("adam")[0]["scores of the finals"] == pytest.approx([0.6] * 3)
-
-
-def test_finals_that_were_broken_off_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told({(rate, seed): 50 for rate in (0.003, 0.001, 0.009) for seed in (100, 101, 102)})
-
-    def broken_off(config: runs.Config, *rest: Any, **options: Any) -> runs.Result:
-        if len(told.made) == 5:
-            raise KeyboardInterrupt
-        return told(config, *rest, **options)
-
-    arguments = ["tune", "digits", "-o", "adam", "--trials", "3", "--steps", "100", "--target", "0.9"]
-    monkeypatch.setattr(training, "run", broken_off)
-    ngplus(*arguments, code=130)
-    assert not Path("presets/digits.json").exists()
-    monkeypatch.setattr(training, "run", told)
-    ngplus(*arguments)
-    assert len(told.made) == 9
-    assert len(trials_of("adam")[0]["scores of the finals"]) == 3
