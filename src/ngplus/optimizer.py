@@ -207,12 +207,10 @@ class NGPlus(CapturedOptimizer):
             "seed": seed,
             "maximize": maximize,
         }
-        usual = {name: option.default for name, option in inspect.signature(NGPlus).parameters.items()}
-        idle = options.without_effect(defaults, {name: usual[name] for name in defaults})
         super().__init__(params, model, batch_dim, defaults, process_group, distribution)
-        if idle:
-            change = "change" if len(idle) > 1 else "changes"
-            warn(f"{', '.join(idle)} {change} nothing with {options.setting(self.defaults)}")
+        signature = inspect.signature(NGPlus).parameters
+        if idle := options.without_effect(defaults, {name: signature[name].default for name in defaults}):
+            warn(idle)
 
     def _settled(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return options.settled(group)

@@ -109,14 +109,8 @@ def check(options: Mapping[str, Any]) -> None:
             raise ValueError(f"solver={options['solver']!r} divides by the damping, which is 0: take solver='dense'")
 
 
-def setting(options: Mapping[str, Any]) -> str:
-    """What decides which of the other options count, in words."""
-    curvature = {**options, **settled(options)}["curvature"]
-    return f"scaling={options['scaling']!r} and curvature={curvature!r}"
-
-
-def without_effect(given: Mapping[str, Any], usual: Mapping[str, Any]) -> list[str]:
-    """The options that differ from the usual ones, and that change nothing beside the others."""
+def without_effect(given: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
+    """In words, the options that differ from the usual ones and change nothing beside the others; empty for none."""
     adaptive = given["scaling"] == "adaptive"
     curvature = {**given, **settled(given)}["curvature"]
     idle: set[str] = set()
@@ -128,7 +122,9 @@ def without_effect(given: Mapping[str, Any], usual: Mapping[str, Any]) -> list[s
         idle.add("solver")
     else:
         idle |= {"rate_gain", "second_moment"} | (set() if given["graft"] == "adam" else {"beta2", "eps"})
-    return [name for name in usual if name in idle and given[name] is not usual[name] and given[name] != usual[name]]
+    named = [name for name in usual if name in idle and given[name] is not usual[name] and given[name] != usual[name]]
+    beside = f"scaling={given['scaling']!r} and curvature={curvature!r}"
+    return f"{', '.join(named)} {'changes' if len(named) == 1 else 'change'} nothing with {beside}" if named else ""
 
 
 def choice(name: str, value: Any, choices: Sequence[Any] | None = None) -> None:
