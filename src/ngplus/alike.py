@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ngplus.curvature import State
+from ngplus.solve import is_turned
 
 SMALL = 2**15  # numbers that a matrix keeps: with more, copies cost more than calls
 
@@ -35,7 +36,7 @@ class Bundle:
         if len(places) == 1:
             self.state, self.stacks = works[places[0]]
             return
-        self.state = {key: torch.cat([own[key] for own in self.states]) for key in keys}
+        self.state = {key: _cat([own[key] for own in self.states]) for key in keys}
         self.state["adam_step"] = self.states[0]["adam_step"]
         if "basis" in self.state:
             self.state["floor"] = torch.stack([own["floor"] for own in self.states])[:, None, None]
@@ -94,13 +95,9 @@ def _kind(state: State, stacks: list[Tensor], keys: Sequence[str]) -> object:
     if ("basis" in state and "floor" not in state) or sum(state[key].numel() for key in keys) > SMALL:
         return None
     shapes = tuple(state[key].shape for key in keys)
-    return shapes, tuple(keys), first.dtype, first.device, _is_turned(first), state["adam_step"]
-
-
-def _is_turned(x: Tensor) -> bool:
-    return x.stride(-2) == 1 and x.stride(-1) != 1
+    return shapes, tuple(keys), first.dtype, first.device, is_turned(first), state["adam_step"]
 
 
 def _cat(tensors: list[Tensor]) -> Tensor:
     """In the memory order that they have."""
-    return torch.cat([x.mT for x in tensors]).mT if _is_turned(tensors[0]) else torch.cat(tensors)
+    return torch.cat([x.mT for x in tensors]).mT if is_turned(tensors[0]) else torch.cat(tensors)
