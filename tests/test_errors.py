@@ -172,6 +172,14 @@ def test_a_group_takes_no_option_that_is_for_all(option: str) -> None:
         ngplus.NGPlus(groups, model=model)
 
 
+def test_a_batch_dim_that_no_tensor_has() -> None:
+    model = net()
+    optimizer = ngplus.NGPlus(model, batch_dim=2)
+    with pytest.raises(ValueError, match="Invalid batch_dim: 2"):
+        model(batch()[0])
+    assert optimizer.param_groups[0]["step"] == 0
+
+
 @pytest.mark.parametrize("batch_dim", [{"nowhere": 0}, "0", 1.5])
 def test_bad_batch_dim(batch_dim: object) -> None:
     with pytest.raises((ValueError, TypeError), match="batch_dim"):

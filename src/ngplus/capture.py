@@ -215,16 +215,27 @@ class Capture:
         self._depth -= 1
         if self._depth or self._call is None:
             return
-        votes, first = Counter(self._sizes), self._call.batch_size
+        call, self._call = self._call, None
+        votes, first = Counter(self._sizes), call.batch_size
         sizes = [size for size, _ in self._leading(output)]
+        if self._root_dim and not sizes and not votes:
+            self._check_dim(output)
         for size in sizes:
             if not first or size % first:  # else it may have rows for each sample, as after flatten(0, 1)
                 votes[size] += 2  # a mask or a table of positions comes in, but it does not come out
         # The first that comes in and goes out, too, is the batch, however many states, weights or layers go along.
         through = next((size for size in self._sizes if size in sizes), None)
         likeliest = max(votes, key=lambda s: (votes[s], s == first)) if votes else None
-        self._call.batch_size = likeliest if through is None else through
-        self._call = None
+        call.batch_size = likeliest if through is None else through
+
+    def _check_dim(self, output: Any) -> None:
+        """Where nothing that goes into the model or comes out of it has the dimension that was said to be the samples'.
+        What is nested has one without a size."""
+        if any(isinstance(x, Tensor) and not x.is_nested for x in pytree.tree_leaves(_plain(output))):
+            raise ValueError(
+                f"Invalid batch_dim: {self._root_dim}. It counts from 0, and no tensor that goes into the model or "
+                f"comes out of it has more than {self._root_dim} dimensions"
+            )
 
     def _leading(self, tree: Any) -> Iterator[tuple[int, int]]:
         """The sizes of the batch dimension that a tree of tensors may have, with their numbers of dimensions."""
