@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,7 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="*", default=OPTIMIZERS)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--data", type=Path)
+    parser.add_argument("--data", type=Path, default=os.environ.get("NGPLUS_DATA"))
     parser.add_argument("--show", action="store_true")
     asked = parser.parse_args()
     torch.set_num_threads(1)

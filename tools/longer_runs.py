@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", help=", ".join(STEPS))
     parser.add_argument("--optimizers", nargs="*", default=OPTIMIZERS)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--data", type=Path)
+    parser.add_argument("--data", type=Path, default=os.environ.get("NGPLUS_DATA"))
     parser.add_argument("--show", action="store_true")
     asked = parser.parse_args()
     if unknown := [name for name in asked.workloads if name not in STEPS]:
