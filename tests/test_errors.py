@@ -7,7 +7,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import reference
@@ -178,6 +178,29 @@ def test_a_batch_dim_that_no_tensor_has() -> None:
     with pytest.raises(ValueError, match="Invalid batch_dim: 2"):
         model(batch()[0])
     assert optimizer.param_groups[0]["step"] == 0
+
+
+def test_a_batch_dim_of_what_cannot_be_seen() -> None:
+    """A model that takes an object of its own and gives its loss: no tensor that could tell goes in or comes out."""
+
+    class Pair(NamedTuple):
+        both: Callable[[], tuple[Tensor, Tensor]]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, pair: Pair) -> Tensor:
+            x, y = pair.both()
+            return (self.inner(x) - y).square().mean()
+
+    model = Model()
+    optimizer = ngplus.NGPlus(model, batch_dim=1)
+    x, y = batch()
+    model(Pair(lambda: (x[None], y[None]))).backward()
+    optimizer.step()
+    assert optimizer.plan()["inner.0.weight"].source == "sample"
 
 
 @pytest.mark.parametrize("batch_dim", [{"nowhere": 0}, "0", 1.5])

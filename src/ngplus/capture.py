@@ -189,6 +189,7 @@ class Capture:
             return
         self._call = self._new_call()
         self._sizes = Counter(size for size, _ in self._leading(inputs))
+        self._short = bool(self._root_dim) and _has_short(inputs)
         # Until the output is known: the most common first dimension, of the tensor with the most dimensions.
         ranked = sorted(self._leading(inputs), key=lambda s: (-self._sizes[s[0]], -s[1]))
         self._call.batch_size = self._call.expected = ranked[0][0] if ranked else None
@@ -218,8 +219,11 @@ class Capture:
         call, self._call = self._call, None
         votes, first = Counter(self._sizes), call.batch_size
         sizes = [size for size, _ in self._leading(output)]
-        if self._root_dim and not sizes and not votes:
-            self._check_dim(output)
+        if self._root_dim and not sizes and not votes and self._short and _has_short(output):
+            raise ValueError(
+                f"Invalid batch_dim: {self._root_dim}. It counts from 0, and no tensor that goes into the model or "
+                f"comes out of it has more than {self._root_dim} dimensions"
+            )
         for size in sizes:
             if not first or size % first:  # else it may have rows for each sample, as after flatten(0, 1)
                 votes[size] += 2  # a mask or a table of positions comes in, but it does not come out
@@ -227,15 +231,6 @@ class Capture:
         through = next((size for size in self._sizes if size in sizes), None)
         likeliest = max(votes, key=lambda s: (votes[s], s == first)) if votes else None
         call.batch_size = likeliest if through is None else through
-
-    def _check_dim(self, output: Any) -> None:
-        """Where nothing that goes into the model or comes out of it has the dimension that was said to be the samples'.
-        What is nested has one without a size."""
-        if any(isinstance(x, Tensor) and not x.is_nested for x in pytree.tree_leaves(_plain(output))):
-            raise ValueError(
-                f"Invalid batch_dim: {self._root_dim}. It counts from 0, and no tensor that goes into the model or "
-                f"comes out of it has more than {self._root_dim} dimensions"
-            )
 
     def _leading(self, tree: Any) -> Iterator[tuple[int, int]]:
         """The sizes of the batch dimension that a tree of tensors may have, with their numbers of dimensions."""
@@ -446,6 +441,12 @@ def _hook_target(output: Tensor) -> Tensor:
 def _plain(tree: Any) -> Any:
     """Containers that pytree does not open, such as the outputs of transformers, as dicts."""
     return dict(tree) if isinstance(tree, Mapping) else tree
+
+
+def _has_short(tree: Any) -> bool:
+    """Does it hold a tensor that could have had a batch dimension? A number, such as a loss, could not; the sizes of
+    what is nested are not known."""
+    return any(isinstance(x, Tensor) and x.dim() > 0 and not x.is_nested for x in pytree.tree_leaves(_plain(tree)))
 
 
 def _remove(handles: list[Any]) -> None:
