@@ -16,6 +16,7 @@ from ngplus.factors import (
     Lookup,
     Outer,
     Rows,
+    Segments,
 )
 
 SAMPLES, ROWS, COLS = 5, 6, 4
@@ -96,6 +97,14 @@ def rows(groups: int = 1, seed: int = 31) -> Built:
     return Rows(values), values.clone()
 
 
+def segments(sizes: tuple[int, ...] = (3, 1, 0, 7, 2), seed: int = 41) -> Built:
+    left, right = random(sum(sizes), ROWS, seed=seed), random(sum(sizes), COLS, seed=seed + 1)
+    dense = torch.zeros(1, SAMPLES, ROWS, COLS, dtype=torch.float64)
+    for p, i in enumerate(i for i, size in enumerate(sizes) for _ in range(size)):
+        dense[0, i] += torch.outer(left[p], right[p])
+    return Segments(left, right, sizes), dense
+
+
 def joined(*uses: Built) -> Built:
     dense = uses[0][1]
     for _, more in uses[1:]:
@@ -120,6 +129,9 @@ BUILDERS: dict[str, Callable[[], Built]] = {
     "bags": bags,
     "rows": lambda: rows(),
     "rows-groups": lambda: rows(groups=2),
+    "segments": lambda: segments(),
+    "segments+segments": lambda: joined(segments(), segments((1, 1, 4, 2, 1), seed=45)),
+    "segments+outer": lambda: joined(segments(), outer(2, ones=True)),
     "outer+outer": lambda: joined(outer(), outer(2, seed=5)),
     "outer-ones+outer-ones": lambda: joined(outer(2, ones=True), outer(3, ones=True, seed=5)),
     "outer+outer-groups": lambda: joined(outer(2, groups=2), outer(2, groups=2, seed=5)),
@@ -150,6 +162,8 @@ def expected_forms(name: str, side: str) -> set[str]:
     if name.startswith(("outer", "late")):
         several = {"gram", "explicit"}
         return several if any(k in name for k in ("-3", "-7")) else several | {"rank-one"}
+    if name == "segments":
+        return {"gram", "explicit"}
     return {"rank-one"} if name == "bags" and side == "right" else {"explicit"}
 
 

@@ -34,6 +34,7 @@ from ngplus.factors import (
     Lookup,
     Outer,
     Rows,
+    Segments,
     gram_root,
     join,
     widen,
@@ -160,6 +161,8 @@ def cast(factors: Factors, dtype: torch.dtype) -> Factors:
         return Lookup(factors.index, factors.values.to(dtype), factors.rows)
     if isinstance(factors, Bags):
         return Bags(factors.index, factors.sample, factors.weight.to(dtype), factors.grads.to(dtype), factors.rows)
+    if isinstance(factors, Segments):
+        return Segments(factors.left.to(dtype), factors.right.to(dtype), factors.sizes)
     assert isinstance(factors, Rows)
     return Rows(factors.values.to(dtype))
 

@@ -194,14 +194,12 @@ def test_schnet_is_torch_geometrics(tmp_path: Path) -> None:
     make_qm9(tmp_path / "qm9")
     batch = open_tiny("qm9", tmp_path).batch(0, 0)
     torch.manual_seed(0)
-    ours = schnet.AtomSchNet(**TINY_SCHNET)
+    ours = schnet.EnergySchNet(**TINY_SCHNET)
     torch.manual_seed(0)
     theirs = SchNet(**TINY_SCHNET, interaction_graph=lambda pos, which: (batch.edges, batch.distances))
     positions = torch.zeros(len(batch.numbers), 3)
     wanted = theirs(batch.numbers, positions, batch.structure).squeeze(1)
-    found = torch.zeros(len(batch.target)).index_add(
-        0, batch.structure, ours(batch.numbers, batch.edges, batch.distances)
-    )
+    found = ours(batch.numbers, batch.edges, batch.distances, batch.structure, len(batch.target))
     torch.testing.assert_close(found, wanted)
 
 

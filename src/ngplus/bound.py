@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from ngplus import layout, options
-from ngplus.calls import BatchDims
+from ngplus.calls import BatchDims, SampleIndex
 from ngplus.curvature import Gathered, Group, State
 from ngplus.gathering import Gathering
 from ngplus.groups import check_model, check_parameters, inside, labels, with_names
@@ -28,7 +28,8 @@ from ngplus.notices import no_such_name
 from ngplus.sharding import shards_of
 from ngplus.sync import DISTRIBUTIONS, Ranks, Replicas, Team
 
-OF_ALL = ("model", "batch_dim", "process_group", "distribution")  # arguments that no group has for itself
+# Arguments that no group has for itself.
+OF_ALL = ("model", "batch_dim", "sample_index", "process_group", "distribution")
 OF_ALL_RANKS = ("momentum_buffer", "refreshed", "refresh_interval", "refresh_at")  # state that not only the owner has
 # Options that decide whether a matrix is due for a refresh.
 ARMING = ("step", "update_every", "early_refreshes", "scaling", "curvature", "side", "block_size", "sketch")
@@ -66,9 +67,12 @@ class BoundOptimizer(Optimizer):
         defaults: dict[str, Any],
         process_group: ProcessGroup | None = None,
         distribution: str = "communication",
+        sample_index: SampleIndex | None = None,
     ) -> None:
         options.choice("distribution", distribution, DISTRIBUTIONS)
         self._distribution = distribution
+        if sample_index is not None and not callable(sample_index):
+            raise ValueError(f"Invalid sample_index: {sample_index!r} (a function of the model's inputs)")
         defaults = {**defaults, "step": 0, "state_version": layout.VERSION}
         self._check({**defaults, **self._settled(defaults)})
         self._option_names = tuple(defaults)
@@ -88,6 +92,7 @@ class BoundOptimizer(Optimizer):
         self._model = None if model is None else inside(model)
         self._compiled = model if hasattr(model, "_orig_mod") else None
         self._batch_dim: BatchDims = dict(batch_dim) if isinstance(batch_dim, Mapping) else batch_dim
+        self._sample_index = sample_index
         self._matrices: list[ParameterMatrix] = []
         self._gathering: Gathering | None = None
         super().__init__(params, defaults)
@@ -155,7 +160,7 @@ class BoundOptimizer(Optimizer):
         self._gathering = Gathering(self._matrices, self._of_param, self._gathers, self._arm_anew)
         self._find_replicas()
         if self._model is not None and any(map(self._captures, self.param_groups)):
-            self._gathering.watch(self._model, uses, self._batch_dim, self._compiled)
+            self._gathering.watch(self._model, uses, self._batch_dim, self._sample_index, self._compiled)
         self._bound(uses)
         self._arm()
 
@@ -326,7 +331,7 @@ class BoundOptimizer(Optimizer):
         return {**merged, **self._settled(merged)}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_model", "_batch_dim", "_option_names", "_distribution")
+        own = ("_model", "_batch_dim", "_sample_index", "_option_names", "_distribution")
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}, "_compiled": None, "_ranks": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

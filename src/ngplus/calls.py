@@ -7,7 +7,7 @@ output.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from ngplus.dtensor import many_ranks, whole
 from ngplus.factors import Factors, Summed, widen
 from ngplus.layers import Batch
+from ngplus.layers.batch import Ragged
 from ngplus.layers.rule import NotPerSample, has_own_forward
 from ngplus.matrices import ParameterMatrix, Use
 
 Build = Callable[[tuple[Tensor | None, ...], Tensor, tuple[bool, ...], Batch], Factors]
 BatchDims = int | None | Mapping[str, int | None]
+SampleIndex = Callable[..., Tensor | Sequence[Tensor] | None]  # of the model's inputs
 
 
 class Saved(torch.autograd.Function):
@@ -42,6 +44,7 @@ class Call:
     def __init__(self) -> None:
         self.batch_size: int | None = None
         self.expected: int | None = None  # the same, by its inputs alone
+        self.rows: Mapping[int, Ragged] = {}  # which are of which sample, where the user has told
         self.waiting: Counter[int] = Counter()  # recorded, gradient not here yet
         self.hidden: Counter[int] = Counter()  # made under no_grad: reentrant checkpointing makes them again
         self.retained = False
@@ -80,7 +83,7 @@ class Slot:
 
     def factors(self) -> Factors | None:
         assert self.grad is not None
-        matrix, batch = self.use.matrix, Batch(self.dim, self.call.batch_size)
+        matrix, batch = self.use.matrix, Batch(self.dim, self.call.batch_size, self.call.rows)
         if self.grad.numel() == 0:
             if batch.size == 0 and not many_ranks():  # one of several ranks may have got no samples
                 raise ValueError(f"The batch that reached {matrix.name!r} has no samples: leave empty batches out")

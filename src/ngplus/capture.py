@@ -30,10 +30,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
-from ngplus.calls import BatchDims, Build, Call, Saved, Slot, batch_dims
+from ngplus.calls import BatchDims, Build, Call, SampleIndex, Saved, Slot, batch_dims
 from ngplus.compiled import CompiledCalls, uncompiled
 from ngplus.factors import Factors, Summed, join
 from ngplus.layers import Batch, Watcher
+from ngplus.layers.batch import Ragged, ragged_rows
 from ngplus.layers.embedding import ForAllSamples
 from ngplus.layers.rule import NotPerSample, no_mixed_precision
 from ngplus.matrices import ParameterMatrix, Use
@@ -78,12 +79,14 @@ class Capture:
         on_forward: Callable[[list[ParameterMatrix]], None] | None = None,
         on_backward: Callable[[], None] | None = None,
         on_gradients: Callable[[], None] | None = None,
+        sample_index: SampleIndex | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._sink, self._on_forward, self._on_backward = sink, on_forward, on_backward
         self._on_gradients = on_gradients
         self._dims = batch_dims(model, batch_dim)
         self._root_dim = self._dims.get(model, 0)
+        self._sample_index = sample_index
         self._matrices = list({id(use.matrix): use.matrix for use in uses}.values())
         self.forward_seen = False
         self.in_eval = False  # record in eval mode, too: for study, never in training
@@ -188,11 +191,18 @@ class Capture:
         if not self.armed:
             return
         self._call = self._new_call()
+        self._call.rows = self._rows(*inputs)
         self._sizes = Counter(size for size, _ in self._leading(inputs))
         self._short = bool(self._root_dim) and _has_short(inputs)
         # Until the output is known: the most common first dimension, of the tensor with the most dimensions.
         ranked = sorted(self._leading(inputs), key=lambda s: (-self._sizes[s[0]], -s[1]))
-        self._call.batch_size = self._call.expected = ranked[0][0] if ranked else None
+        size = next((ragged.samples for ragged in self._call.rows.values()), ranked[0][0] if ranked else None)
+        self._call.batch_size = self._call.expected = size
+
+    @torch.no_grad()
+    def _rows(self, args: Any, kwargs: Any) -> dict[int, Ragged]:
+        """Which rows are of which sample in a call with these inputs."""
+        return {} if self._sample_index is None else ragged_rows(self._sample_index(*args, **kwargs))
 
     def _is_called_by_itself(self) -> bool:
         """Is the call that begins a part of one that is still under way?"""
@@ -217,6 +227,8 @@ class Capture:
         if self._depth or self._call is None:
             return
         call, self._call = self._call, None
+        if call.rows:
+            return  # how many samples there are is known
         votes, first = Counter(self._sizes), call.batch_size
         sizes = [size for size, _ in self._leading(output)]
         if self._root_dim and not sizes and not votes and self._short and _has_short(output):
@@ -273,7 +285,8 @@ class Capture:
         """For a module's forward, which may be run again in backward: what was expected when the call began."""
         again = self._call is None and torch._C._current_graph_task_id() != -1
         call = self._present_call() if again else self._call
-        return Batch(self._dims.get(use.module, 0), None if call is None else call.expected)
+        size, rows = (None, {}) if call is None else (call.expected, call.rows)
+        return Batch(self._dims.get(use.module, 0), size, rows)
 
     def record(
         self,

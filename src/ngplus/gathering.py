@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngplus.calls import BatchDims
+from ngplus.calls import BatchDims, SampleIndex
 from ngplus.capture import Capture
 from ngplus.curvature import Gathered, Group
 from ngplus.dtensor import is_dtensor, local, many_ranks
@@ -51,11 +51,18 @@ class Gathering:
         self._capture: Capture | None = None
         self.ranks: Ranks | None = None  # found where the model runs inside a DistributedDataParallel made later
 
-    def watch(self, model: nn.Module, uses: list[Use], batch_dim: BatchDims, compiled: nn.Module | None) -> None:
+    def watch(
+        self,
+        model: nn.Module,
+        uses: list[Use],
+        batch_dim: BatchDims,
+        sample_index: SampleIndex | None,
+        compiled: nn.Module | None,
+    ) -> None:
         """Installs the capture. It knows this object weakly, so that hooks go with the optimizer."""
         before, after = _weakly(self._before_forward), _weakly(self._after_backward)
         first = _weakly(self._before_gradients)
-        self._capture = Capture(model, uses, _weakly(self._gather), batch_dim, before, after, first)
+        self._capture = Capture(model, uses, _weakly(self._gather), batch_dim, before, after, first, sample_index)
         if compiled is not None:
             self._capture.compiled_calls.add_wrapper(compiled)
 

@@ -19,7 +19,7 @@ from ngplus import adaptive, options, sharing
 from ngplus import curvature as curvatures
 from ngplus.background import Background
 from ngplus.bound import next_refresh
-from ngplus.calls import BatchDims
+from ngplus.calls import BatchDims, SampleIndex
 from ngplus.captured import CapturedOptimizer, Direction, Directions, Task, Work, is_zero
 from ngplus.curvature import Fresh, Gathered, Group, Solved, State
 from ngplus.drifting import Drifting
@@ -127,6 +127,9 @@ class NGPlus(CapturedOptimizer):
             momentum is a moving average, so that it keeps that length.
         loss_reduction: ``"mean"``, the loss is an average over the batch or its tokens, or ``"sum"``.
         batch_dim: the dimension of the samples, for the whole model or by module name; None for a module without one.
+        sample_index: where samples have unlike numbers of rows, as the nodes and edges of graphs or packed sequences: a
+            function of the model's inputs that returns the sample of each row, counted from 0, as a tensor [rows], or
+            several such tensors; a layer whose input has as many rows goes by it. It is called on refresh steps.
         background: True makes the inverses and eigenbases of a refresh in the background, and takes them up when they
             are ready; a number k, exactly k steps later, so that every run is the same. On several ranks True is 1.
             ``state_dict()`` takes up early what is under way: runs are the same that save at the same steps.
@@ -169,6 +172,7 @@ class NGPlus(CapturedOptimizer):
         graft: str | None = None,
         loss_reduction: str = "mean",
         batch_dim: BatchDims = 0,
+        sample_index: SampleIndex | None = None,
         early_refreshes: bool | None = None,
         background: bool | int = False,
         drift: float | None = None,
@@ -207,7 +211,7 @@ class NGPlus(CapturedOptimizer):
             "seed": seed,
             "maximize": maximize,
         }
-        super().__init__(params, model, batch_dim, defaults, process_group, distribution)
+        super().__init__(params, model, batch_dim, defaults, process_group, distribution, sample_index)
         signature = inspect.signature(NGPlus).parameters
         if idle := options.without_effect(defaults, {name: signature[name].default for name in defaults}):
             warn(idle)

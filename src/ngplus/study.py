@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ngplus import curvature as curvatures
 from ngplus import options
-from ngplus.calls import BatchDims
+from ngplus.calls import BatchDims, SampleIndex
 from ngplus.capture import Capture
 from ngplus.curvature import Gathered
 from ngplus.factors import Factors
@@ -30,6 +30,7 @@ def gfim(
     side: str = "auto",
     loss_reduction: str = "mean",
     batch_dim: BatchDims = 0,
+    sample_index: SampleIndex | None = None,
 ) -> dict[str, Curvature]:
     """The exact L or R of each parameter on one batch: ``loss_fn(model(inputs), targets)``.
 
@@ -51,7 +52,7 @@ def gfim(
         targets: handed to ``loss_fn`` as they are.
         side: ``"smaller"`` (left where m <= n), ``"left"`` or ``"right"``; ``"auto"`` is the smaller one here.
         loss_reduction: ``"mean"``, the loss is an average over the batch or its tokens, or ``"sum"``.
-        batch_dim: the dimension of the samples, as in ``NGPlus``.
+        batch_dim, sample_index: the dimension of the samples, and which rows are of which, as in ``NGPlus``.
     """
     options.choice("side", side, tuple(s for s in options.CHOICES["side"] if s != "both"))
     options.choice("loss_reduction", loss_reduction)
@@ -66,7 +67,7 @@ def gfim(
     def sink(matrix: ParameterMatrix, factors: Factors) -> None:
         gathered.setdefault(id(matrix), Gathered()).take_in(matrix, factors, group, seed=0)
 
-    capture = Capture(model, uses, sink, batch_dim)
+    capture = Capture(model, uses, sink, batch_dim, sample_index=sample_index)
     capture.in_eval = True
     for matrix in matrices:
         matrix.armed = True

@@ -2,15 +2,16 @@
 
 A layer hands over its per-sample gradients G_i (m x n) as a :class:`Factors`:
 
-========== ==================================================== ==========================================
+========== ==================================================== ============================================
 class      G_i                                                  where
-========== ==================================================== ==========================================
+========== ==================================================== ============================================
 Outer      sum over positions p of l_ip r_ip^T                  Linear, Conv, attention
+Segments   the same, any number of positions for each sample    Linear on graphs or sequences of unlike sizes
 Lookup     sum over positions p of e_index(ip) v_ip^T           Embedding, several bags a sample
 Bags       (sum over entries j of w_j e_index(j)) g_i^T         EmbeddingBag
 Rows       given as it is                                       norm layers, the vmap fallback
 Joined     the sum of several of the above, same samples        tied weights, modules called several times
-========== ==================================================== ==========================================
+========== ==================================================== ============================================
 
 :mod:`ngplus.fisher` turns them into L or R. Tensors only: nothing here knows layers or optimizers.
 
@@ -20,9 +21,10 @@ On the way from gradient to step: the form in which G_i leaves the layer rules a
 from ngplus.factors.base import Factors, Lazy, Summed, wide
 from ngplus.factors.dense import Outer, Rows, gram_root, outer_costs
 from ngplus.factors.joined import Joined, join, widen
+from ngplus.factors.ragged import Segments
 from ngplus.factors.tables import Bags, Lookup, as_lookup
 
 __all__ = [
-    "Bags", "Factors", "Joined", "Lazy", "Lookup", "Outer", "Rows", "Summed",
+    "Bags", "Factors", "Joined", "Lazy", "Lookup", "Outer", "Rows", "Segments", "Summed",
     "as_lookup", "gram_root", "join", "outer_costs", "wide", "widen",
 ]  # fmt: skip

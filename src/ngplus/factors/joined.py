@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ngplus.factors.base import Factors, take
 from ngplus.factors.dense import Outer, Rows, gram_root
+from ngplus.factors.ragged import Segments
 from ngplus.factors.tables import Bags, Lookup
 from ngplus.sketch import Sketch
 
@@ -130,6 +131,8 @@ def widen(factors: Factors, columns: Sequence[int], total: int) -> Factors:
         return Lookup(factors.index, place(factors.values), factors.rows)
     if isinstance(factors, Bags):
         return Bags(factors.index, factors.sample, factors.weight, place(factors.grads), factors.rows)
+    if isinstance(factors, Segments):
+        return Segments(factors.left, place(factors.right), factors.sizes)
     if isinstance(factors, Joined):
         return Joined([widen(use, columns, total) for use in factors.uses])
     assert isinstance(factors, Rows)

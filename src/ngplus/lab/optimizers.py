@@ -38,8 +38,8 @@ class Range:
     log: bool = True
 
 
-# arguments that no user sets by text: the laboratory gives the first two, torchrun's processes decide the others
-NOT_SET = ("params", "model", "process_group", "distribution")
+# arguments that no user sets by text: the laboratory gives the first three, torchrun's processes decide the others
+NOT_SET = ("params", "model", "sample_index", "process_group", "distribution")
 Build = Callable[[nn.Module, type[Any], dict[str, Any]], Trainer]
 
 
@@ -222,6 +222,12 @@ def _of_model(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Traine
     return trainer
 
 
+def _ngplus(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
+    """A model whose rows are not its samples says of which sample each is."""
+    own = getattr(model, "module", model)  # inside of a DistributedDataParallel
+    return _of_model(model, cls, {**hyper, "sample_index": getattr(own, "sample_index", None)})
+
+
 def _of_parameters(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
     trainer: Trainer = cls([p for p in model.parameters() if p.requires_grad], **hyper)
     return trainer
@@ -347,16 +353,16 @@ RIVALS: dict[str, Rival] = {
             "ngplus-paper",
             "NG+ as in the paper",
             _NGPLUS,
-            _of_model,
+            _ngplus,
             {"lr": 0.1, "momentum": 0.9, "scaling": "inverse", "damping": 0.3, "update_every": 10},
             {"lr": _SGD_LR, "damping": _DAMPING},
         ),
-        Rival("ngplus", "NG+", _NGPLUS, _of_model, {"lr": 0.01}, {"lr": _ADAM_LR}),
+        Rival("ngplus", "NG+", _NGPLUS, _ngplus, {"lr": 0.01}, {"lr": _ADAM_LR}),
         Rival(
             "ngplus-one-side",
             "NG+, the basis of the smaller side",
             _NGPLUS,
-            _of_model,
+            _ngplus,
             {"lr": 0.01, "side": "smaller"},
             {"lr": _ADAM_LR},
         ),
@@ -364,7 +370,7 @@ RIVALS: dict[str, Rival] = {
             "ngplus-sample",
             "NG+, curvature of the last refresh alone",
             _NGPLUS,
-            _of_model,
+            _ngplus,
             {"lr": 0.01, "curvature": "sample"},
             {"lr": _ADAM_LR},
         ),
@@ -372,7 +378,7 @@ RIVALS: dict[str, Rival] = {
             "ngplus-batch",
             "NG+, curvature of mini-batch gradients",
             _NGPLUS,
-            _of_model,
+            _ngplus,
             {"lr": 0.01, "curvature": "batch"},
             {"lr": _ADAM_LR},
         ),
@@ -380,7 +386,7 @@ RIVALS: dict[str, Rival] = {
             "ngplus-rates",
             "NG+, rates of the directions",
             _NGPLUS,
-            _of_model,
+            _ngplus,
             {"lr": 0.01, "rate_gain": 0.15},
             {"lr": _ADAM_LR},
         ),

@@ -4,12 +4,13 @@ On the way from gradient to step: capture hands a layer's input and output gradi
 """
 
 from ngplus.layers.attention import MultiheadAttentionRule
+from ngplus.layers.batch import Batch
 from ngplus.layers.conv import ConvRule, ConvTransposeRule
 from ngplus.layers.embedding import EmbeddingBagRule, EmbeddingRule
 from ngplus.layers.linear import LinearRule, TransposedLinearRule, linear_factors
 from ngplus.layers.matrix import Layout, MatrixSpec
 from ngplus.layers.norm import BatchNormRule, GroupNormRule, InstanceNormRule, LayerNormRule, NormRule, RMSNormRule
-from ngplus.layers.rule import Batch, LayerRule, NotPerSample, Watcher, register_layer, rule_for
+from ngplus.layers.rule import LayerRule, NotPerSample, Watcher, register_layer, rule_for
 from ngplus.layers.unknown import UnknownModuleRule
 
 __all__ = [

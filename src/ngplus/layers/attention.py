@@ -20,9 +20,10 @@ import torch.nn.modules.module as _module
 from torch import Tensor, nn
 
 from ngplus.factors import Factors, Outer
+from ngplus.layers.batch import Batch
 from ngplus.layers.linear import linear_factors
 from ngplus.layers.matrix import MatrixSpec
-from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, Watcher, has_own_forward, register_layer
+from ngplus.layers.rule import Active, Inputs, LayerRule, Watcher, has_own_forward, register_layer
 
 _Build = Callable[[Inputs, Tensor, Active, Batch], Factors]
 
@@ -171,7 +172,7 @@ class _Calls:
 def _batch(module: nn.MultiheadAttention, x: Tensor, batch: Batch) -> Batch:
     if x.dim() == 2 or batch.dim is None:
         return Batch(None)
-    return Batch(0 if module.batch_first else 1, batch.size if module.batch_first else None)
+    return Batch(0 if module.batch_first else 1, batch.size if module.batch_first else None, batch.rows)
 
 
 def _build_linear(module: nn.MultiheadAttention) -> _Build:

@@ -16,8 +16,9 @@ from torch.autograd import forward_ad
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from ngplus.factors import Factors, Outer, Summed
+from ngplus.layers.batch import Batch
 from ngplus.layers.matrix import MatrixSpec
-from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, is_made_by, register_layer
+from ngplus.layers.rule import Active, Inputs, LayerRule, is_made_by, register_layer
 
 FEW_CHANNELS = 8  # below this, unfolding is cheaper than a product for each place of the kernel
 # Multiplications a sample from which torch's own convolutions, a call for each sample, are faster than either:
@@ -293,11 +294,11 @@ class ConvRule(LayerRule):
         assert isinstance(module, _ConvNd)
         spatial = len(module.kernel_size)
         (x,) = inputs
-        grad = _batched(grad, spatial)
-        samples = batch.count(len(grad)) if batch.dim is not None else 1
+        grad = batch.by_sample(_batched(grad, spatial))
+        samples, grad = len(grad), grad.flatten(0, 1)
         if x is None:
             return conv_factors(None, grad, active, module.groups, samples)
-        x = _batched(x, spatial)
+        x = batch.by_sample(_batched(x, spatial)).flatten(0, 1)
         padding = module._reversed_padding_repeated_twice
         if any(padding):
             x = F.pad(x, padding) if module.padding_mode == "zeros" else F.pad(x, padding, mode=module.padding_mode)
@@ -325,11 +326,11 @@ class ConvTransposeRule(LayerRule):
         kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
         spatial = len(kernel)
         (x,) = inputs
-        grad = _batched(grad, spatial)
-        samples = batch.count(len(grad)) if batch.dim is not None else 1
+        grad = batch.by_sample(_batched(grad, spatial))
+        samples, grad = len(grad), grad.flatten(0, 1)
         if x is None:
             return conv_factors(None, grad, active, module.groups, samples)
-        x = _batched(x, spatial)
+        x = batch.by_sample(_batched(x, spatial)).flatten(0, 1)
         sizes = [(size - 1) * s + 1 for size, s in zip(x.shape[2:], stride, strict=True)]
         spread = x.new_zeros(*x.shape[:2], *sizes)
         every: tuple[Any, ...] = (..., *(slice(None, None, s) for s in stride))

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ngplus.factors import Bags, Factors, Lookup, Summed, as_lookup
+from ngplus.layers.batch import Batch
 from ngplus.layers.matrix import MatrixSpec
-from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, NotPerSample, register_layer
+from ngplus.layers.rule import Active, Inputs, LayerRule, NotPerSample, register_layer
 
 
 @register_layer(nn.Embedding)
@@ -52,7 +53,7 @@ class EmbeddingRule(LayerRule):
         if weight is not None:
             grad = grad * weight[..., None]
         index = index.expand(grad.shape[:-1]).long()
-        if batch.dim == 0 and batch.size and (index.dim() == 0 or len(index) != batch.size):
+        if batch.dim == 0 and batch.size and (index.dim() == 0 or len(index) not in {batch.size, *batch.rows}):
             raise NotPerSample("its index has no batch dimension")
         return Lookup(batch.fold(index, 0), batch.fold(grad), module.num_embeddings)
 
@@ -161,10 +162,8 @@ class EmbeddingBagRule(LayerRule):
         if weights is not None:
             weight = weight * weights.detach().flatten()
         each = Bags(index, bag, weight, grad, module.num_embeddings)
-        samples = batch.count(bags) if batch.dim is not None else 1
-        if samples == bags:
+        if batch.count(bags) == bags:
             return each
         apart = as_lookup(each)  # several bags a sample: their entries are its positions
-        return Lookup(
-            apart.index.reshape(samples, -1), apart.values.reshape(samples, -1, apart.cols), module.num_embeddings
-        )
+        index, values = batch.by_sample(apart.index).flatten(1), batch.by_sample(apart.values).flatten(1, 2)
+        return Lookup(index, values, module.num_embeddings)

@@ -5,11 +5,15 @@ On the way from gradient to step: the rule between capture and factors, and the 
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ngplus.factors import Factors, Outer
+from ngplus.factors import Factors, Outer, Segments
+from ngplus.layers.batch import Batch
 from ngplus.layers.matrix import MatrixSpec
-from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, register_layer
+from ngplus.layers.rule import Active, Inputs, LayerRule, register_layer
+
+MANY = 2**13  # numbers that the largest sample has: with fewer, rows of zeros cost less than a product for each sample
 
 
 def linear_factors(x: Tensor | None, grad: Tensor, active: Active, batch: Batch) -> Outer:
@@ -42,7 +46,14 @@ class LinearRule(LayerRule):
 
     def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         (x,) = inputs
-        return linear_factors(x, grad, active, batch)
+        ragged = batch.rows.get(len(grad))
+        if ragged is None or not ragged.uneven or grad.dim() != 2 or batch.dim is None:
+            return linear_factors(x, grad, active, batch)
+        right = x if active[0] and x is not None else grad[:, :0]
+        if ragged.longest * (grad.shape[1] + right.shape[1]) < MANY:
+            return linear_factors(x, grad, active, batch)
+        right = F.pad(right, (0, 1), value=1.0) if len(active) > 1 and active[1] else right
+        return Segments(ragged.sort(grad), ragged.sort(right), ragged.sizes)
 
 
 @register_layer("transformers.pytorch_utils.Conv1D")

@@ -5,6 +5,7 @@ On the way from gradient to step: the rule between capture and factors, for scal
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ngplus.factors import Factors, Rows, wide
+from ngplus.layers.batch import Batch
 from ngplus.layers.matrix import MatrixSpec
-from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, is_made_by, register_layer
+from ngplus.layers.rule import Active, Inputs, LayerRule, is_made_by, register_layer
 
 
 class NormRule(LayerRule):
@@ -103,8 +105,7 @@ class _ChannelNormRule(NormRule):
     """Norm layers whose features are the channels, dimension 1 of a batch whose samples are dimension 0."""
 
     def by_feature(self, module: nn.Module, x: Tensor, batch: Batch) -> Tensor:
-        batch = Batch(None if batch.dim is None else 0, batch.size)
-        return batch.fold(x.movedim(1, -1))
+        return replace(batch, dim=None if batch.dim is None else 0).fold(x.movedim(1, -1))
 
 
 @register_layer(nn.GroupNorm)
@@ -167,9 +168,7 @@ class BatchNormRule(_ChannelNormRule):
             columns.append(((product - mean * shift) * scale).to(grad.dtype))  # the statistics of 16 bits have 32
         if active[-1]:
             columns.append(shift)
-        samples = 1 if batch.dim is None else batch.count(len(grad))
-        values = torch.stack(columns, dim=-1).unflatten(0, (samples, -1)).sum(1)
-        return Rows(values[None])
+        return Rows(batch.by_sample(torch.stack(columns, dim=-1)).sum(1)[None])
 
 
 def _saved_elsewhere() -> bool:

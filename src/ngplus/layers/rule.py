@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ngplus.factors import Factors, Summed
+from ngplus.layers.batch import Batch
 from ngplus.layers.matrix import MatrixSpec
 
 Inputs = tuple[Tensor | None, ...]  # the tensors of a call that a rule needs; those that are not given are None
@@ -33,40 +33,6 @@ class NotPerSample(Exception):
         ...             raise ngplus.layers.NotPerSample("sequences are not supported")
         ...         return super().factors(module, inputs, grad, active, batch)
     """
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Where a layer's samples are: the dimension ``dim`` (None: the layer has no batch dimension), ``size`` the number
-    of samples that the model was called with, where that is known.
-
-    Examples:
-        >>> batch = ngplus.layers.Batch(dim=1)
-        >>> tuple(batch.fold(torch.zeros(7, 4, 5)).shape)  # time first: 4 samples of 7 positions with 5 features
-        (4, 7, 5)
-    """
-
-    dim: int | None = 0
-    size: int | None = None
-
-    def count(self, length: int) -> int:
-        """Samples in a dimension of this length.
-
-        A layer that sees k rows for each sample, in sample-major order as after ``flatten(0, 1)``, has them folded
-        into positions. With any other length each row counts as a sample of its own.
-        """
-        if self.dim == 0 and self.size and length % self.size == 0:
-            return self.size
-        return length
-
-    def fold(self, x: Tensor, features: int = 1) -> Tensor:
-        """Any tensor with ``features`` trailing feature dimensions to [samples, positions, *features]."""
-        tail = x.shape[x.dim() - features :]
-        if self.dim is None or x.dim() == features:
-            return x.reshape(1, -1, *tail)
-        if 0 < self.dim < x.dim() - features:  # else what stood before the samples is gone, as of a last state
-            x = x.movedim(self.dim, 0)
-        return x.reshape(self.count(len(x)), -1, *tail)
 
 
 class LayerRule:

@@ -21,8 +21,9 @@ from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
 from ngplus.factors import Factors, Rows
+from ngplus.layers.batch import Batch
 from ngplus.layers.matrix import Layout, MatrixSpec, kind_of
-from ngplus.layers.rule import Active, Batch, Inputs, LayerRule, NotPerSample, Watcher
+from ngplus.layers.rule import Active, Inputs, LayerRule, NotPerSample, Watcher
 
 
 class UnknownModuleRule(LayerRule):
@@ -138,8 +139,7 @@ class _Build:
             raise NotPerSample(f"vmap does not apply: {str(error).splitlines()[0]}") from error
         layout = Layout([varied[name].shape for name in names], kinds)
         values = torch.stack([layout.join([per_row[n][i] for n in names])[0] for i in range(count)])
-        samples = batch.count(count)
-        return Rows(values.unflatten(0, (samples, -1)).sum(1)[None])
+        return Rows(batch.by_sample(values).sum(1)[None])
 
 
 def _without_hooks(module: nn.Module) -> nn.Module:

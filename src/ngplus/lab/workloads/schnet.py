@@ -1,9 +1,8 @@
 """SchNet of torch_geometric on neighbour lists that are made here, and the task of fitting energies with it.
 
-Samples and rows. The model sees all atoms of a batch in one tensor, and all pairs of neighbours in another. For NGPlus
-the atoms are the samples: layers on atoms and the embedding have one row for each atom, the filter networks one row for
-each pair, and each row counts as a sample of its own. The molecules are not seen as such; the mean of the G_i is the
-gradient of the batch all the same.
+Samples and rows. The model sees all atoms of a batch in one tensor, and all pairs of neighbours in another: layers on
+atoms and the embedding have one row for each atom, the filter networks one for each pair. ``sample_index`` tells NGPlus
+of which molecule or crystal each is, so these are its samples.
 """
 
 from __future__ import annotations
@@ -22,18 +21,25 @@ from ngplus.lab.workloads.recipe import Recipe
 from ngplus.lab.workloads.sampling import batch_index, device_of, evaluating
 
 
-class AtomSchNet(SchNet):  # type: ignore[misc]
-    """torch_geometric's SchNet, given the neighbour lists; the output is each atom's share of the energy."""
+class EnergySchNet(SchNet):  # type: ignore[misc]
+    """torch_geometric's SchNet, given the neighbour lists; the output is the sum of the atoms' shares for each of the
+    structures."""
 
     def __init__(self, **config: Any) -> None:
         super().__init__(interaction_graph=nn.Identity(), **config)
 
-    def forward(self, numbers: Tensor, edges: Tensor, distances: Tensor) -> Tensor:
+    def forward(self, numbers: Tensor, edges: Tensor, distances: Tensor, structure: Tensor, structures: int) -> Tensor:
         h = self.embedding(numbers)
         expanded = self.distance_expansion(distances)
         for interaction in self.interactions:
             h = h + interaction(h, edges, distances, expanded)
-        return self.lin2(self.act(self.lin1(h))).squeeze(1)
+        shares = self.lin2(self.act(self.lin1(h))).squeeze(1)
+        return shares.new_zeros(structures).index_add(0, structure, shares)
+
+    @staticmethod
+    def sample_index(numbers: Tensor, edges: Tensor, distances: Tensor, structure: Tensor, structures: int) -> Any:
+        """The structure of each atom, and of each pair."""
+        return structure, structure[edges[1]]
 
 
 class Graphs(NamedTuple):
@@ -128,7 +134,7 @@ class EnergyTask(Task):
         self.scale = float(residual.square().mean().sqrt()) or 1.0
 
     def model(self) -> nn.Module:
-        return AtomSchNet(**self.options["model"])
+        return EnergySchNet(**self.options["model"])
 
     def batch(self, seed: int, step: int) -> Graphs:
         return self.structures.batch(self.train[batch_index(len(self.train), self.batch_size, seed, step)])
@@ -136,8 +142,7 @@ class EnergyTask(Task):
     def residual(self, model: nn.Module, batch: Graphs) -> Tensor:
         """Prediction minus target, in units of the spread."""
         batch = batch.to(device_of(model))
-        shares = model(batch.numbers, batch.edges, batch.distances)
-        energy = shares.new_zeros(len(batch.target)).index_add(0, batch.structure, shares)
+        energy = model(batch.numbers, batch.edges, batch.distances, batch.structure, len(batch.target))
         count = torch.bincount(batch.structure, minlength=len(batch.target))
         if self.intensive:
             energy, target = energy / count, batch.target - self.mean

@@ -1,0 +1,327 @@
+"""Samples with unlike numbers of rows, graphs and packed sequences: ``sample_index`` against brute force."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import reference as ref
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ngplus
+from ngplus.factors import Segments
+from ngplus.layers import Batch, LinearRule, linear
+from ngplus.layers.batch import Ragged, ragged_rows
+
+SIZES = (3, 1, 5, 2)  # nodes of each graph
+SAMPLES = len(SIZES)
+
+
+@pytest.fixture(autouse=True)
+def double() -> Any:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Scaled(nn.Module):
+    """A layer without a rule, for vmap."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Rows(nn.Module):
+    """Any layer on the rows of the nodes, and a sum over those of each graph."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, graph: Tensor, graphs: int) -> Tensor:
+        y = torch.tanh(self.layer(x)).flatten(1).sum(1)
+        return y.new_zeros(graphs).index_add(0, graph, y)
+
+    @staticmethod
+    def index(x: Tensor, graph: Tensor, graphs: int) -> Tensor:
+        return graph
+
+
+class GraphNet(nn.Module):
+    """A table of kinds, a filter for each edge, layers on nodes, and one on graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = nn.Embedding(5, 4)
+        self.first = nn.Linear(4, 6)
+        self.norm = nn.LayerNorm(6)
+        self.filter = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 6, bias=False))
+        self.last = nn.Linear(6, 2)
+        self.out = nn.Linear(2, 1)
+        self.again = False
+
+    def forward(self, kinds: Tensor, edges: Tensor, features: Tensor, graph: Tensor, graphs: int) -> Tensor:
+        h = self.norm(torch.tanh(self.first(self.kinds(kinds))))
+        filters = checkpoint(self.filter, features, use_reentrant=False) if self.again else self.filter(features)
+        h = h.index_add(0, edges[1], filters * h[edges[0]])
+        return self.out(h.new_zeros(graphs, 2).index_add(0, graph, torch.tanh(self.last(h))))[:, 0]
+
+    @staticmethod
+    def index(kinds: Tensor, edges: Tensor, features: Tensor, graph: Tensor, graphs: int) -> Any:
+        return graph, graph[edges[1]]
+
+
+def graphs(shuffled: bool) -> tuple[Any, ...]:
+    """All pairs of the nodes of each graph, but for the one that has a single node, which has no edge."""
+    graph = torch.repeat_interleave(torch.arange(SAMPLES), torch.tensor(SIZES))
+    if shuffled:
+        graph = graph[torch.randperm(len(graph))]
+    pairs = ((graph[:, None] == graph) & ~torch.eye(len(graph), dtype=torch.bool)).nonzero().T
+    if shuffled:
+        pairs = pairs[:, torch.randperm(pairs.shape[1])]
+    return torch.randint(5, graph.shape), pairs, torch.randn(pairs.shape[1], 3), graph, SAMPLES
+
+
+def per_graph(model: nn.Module, inputs: tuple[Any, ...], target: Tensor) -> list[dict[str, Tensor]]:
+    """The gradient of each graph's own part of the loss."""
+    found = []
+    for i in range(len(target)):
+        loss = (model(*inputs)[i] - target[i]).square()
+        grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        names = (name for name, _ in model.named_parameters())
+        found.append({n: g for n, g in zip(names, grads, strict=True) if g is not None})
+    return found
+
+
+def check(
+    model: nn.Module, inputs: tuple[Any, ...], target: Tensor, lay: Callable[..., Tensor], **options: Any
+) -> None:
+    """L or R of every matrix against the loop over graphs."""
+    wanted = per_graph(copy.deepcopy(model), inputs, target)
+    found = ngplus.gfim(model, nn.functional.mse_loss, inputs, target, sample_index=type(model).index, **options)
+    for name in {name.rpartition(".")[0] for name, _ in model.named_parameters()}:
+        names = [n for n, _ in model.named_parameters() if n.rpartition(".")[0] == name]
+        stack = torch.stack([lay(*(grads[n] for n in names)) for grads in wanted])
+        matrix = found[names[0]].matrix
+        assert ref.relative_error(matrix.reshape(-1), ref.gfim(stack, found[names[0]].side).reshape(-1)) < 1e-10, name
+
+
+@pytest.mark.parametrize("many", [2**13, 0], ids=["padded", "segments"])
+@pytest.mark.parametrize("shuffled", [False, True], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_graphs_are_the_samples(side: str, shuffled: bool, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "MANY", many)
+    torch.manual_seed(1)
+    model, inputs = GraphNet(), graphs(shuffled)
+    check(model, inputs, torch.randn(SAMPLES), ref.rows, side=side)
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[..., Tensor]]] = {
+    "linear": (lambda: nn.Linear(3, 2), (3,), ref.rows),
+    "linear, several positions a row": (lambda: nn.Linear(3, 2), (4, 3), ref.rows),
+    "convolution": (lambda: nn.Conv1d(3, 2, 3), (3, 5), ref.rows),
+    "transposed convolution": (lambda: nn.ConvTranspose1d(3, 2, 3), (3, 5), ref.turned(1)),
+    "rms norm": (lambda: nn.RMSNorm(3), (3,), ref.columns),
+    "group norm": (lambda: nn.GroupNorm(3, 3), (3, 4), ref.columns),
+    "instance norm": (lambda: nn.InstanceNorm1d(3, affine=True), (3, 4), ref.columns),
+    "batch norm in eval": (lambda: nn.BatchNorm1d(3).eval(), (3,), ref.columns),
+    "any other": (lambda: Scaled(3), (3,), ref.columns),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_takes_rows_of_samples(name: str) -> None:
+    torch.manual_seed(0)
+    make, shape, lay = LAYERS[name]
+    model = Rows(make())
+    graph = torch.tensor([2, 0, 0, 1, 3, 2, 2, 3, 2, 2, 0])
+    check(model, (torch.randn(len(graph), *shape), graph, SAMPLES), torch.randn(SAMPLES), lay)
+
+
+def test_bags_of_tables() -> None:
+    torch.manual_seed(0)
+    model = Rows(nn.EmbeddingBag(6, 3, mode="mean"))
+    graph = torch.tensor([2, 0, 0, 1, 3, 2, 2])
+    check(model, (torch.randint(6, (7, 2)), graph, SAMPLES), torch.randn(SAMPLES), ref.rows)
+
+
+class Packed(nn.Module):
+    """Sequences one behind the other, [1, tokens, features], as attention over packed batches takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, sequence: Tensor) -> Tensor:
+        y = self.b(torch.tanh(self.a(x)))[0, :, 0]
+        return y.new_zeros(SAMPLES).index_add(0, sequence, y)
+
+    @staticmethod
+    def index(x: Tensor, sequence: Tensor) -> Tensor:
+        return sequence
+
+
+def test_packed_sequences() -> None:
+    torch.manual_seed(0)
+    sequence = torch.repeat_interleave(torch.arange(SAMPLES), torch.tensor(SIZES))
+    check(Packed(), (torch.randn(1, len(sequence), 3), sequence), torch.randn(SAMPLES), ref.rows, batch_dim=1)
+
+
+def train(model: nn.Module, batches: list[tuple[Any, ...]], steps: int, **options: Any) -> ngplus.NGPlus:
+    """``steps`` steps, each of the mean over all graphs of these batches."""
+    optimizer = ngplus.NGPlus(model, sample_index=GraphNet.index, update_every=2, **options)
+    graphs = sum(inputs[-1] for inputs in batches)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for inputs in batches:
+            (model(*inputs).square().sum() / graphs).backward()
+        optimizer.step()
+    return optimizer
+
+
+def together(*batches: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Several batches of graphs as one."""
+    kinds, edges, features, graph, count = zip(*batches, strict=True)
+    nodes = torch.tensor([0, *(len(k) for k in kinds)]).cumsum(0)
+    before = torch.tensor([0, *count]).cumsum(0)
+    shifted = [e + n for e, n in zip(edges, nodes[:-1], strict=True)]
+    own = [g + b for g, b in zip(graph, before[:-1], strict=True)]
+    return torch.cat(kinds), torch.cat(shifted, 1), torch.cat(features), torch.cat(own), int(before[-1])
+
+
+def test_micro_batches_count_together() -> None:
+    torch.manual_seed(0)
+    first, second = graphs(False), graphs(True)
+    one, other = GraphNet(), GraphNet()
+    other.load_state_dict(one.state_dict())
+    optimizers = train(one, [first, second], 4), train(other, [together(first, second)], 4)
+    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-7, atol=1e-9, msg=name)
+    a, b = (optimizer.curvature("filter.0.weight").matrix for optimizer in optimizers)
+    torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-12)
+
+
+def test_checkpointed_layers_see_the_same_samples() -> None:
+    torch.manual_seed(0)
+    inputs = graphs(True)
+    one, other = GraphNet(), GraphNet()
+    other.load_state_dict(one.state_dict())
+    other.again = True
+    optimizers = train(one, [inputs], 3), train(other, [inputs], 3)
+    a, b = (optimizer.curvature("filter.2.weight").matrix for optimizer in optimizers)
+    torch.testing.assert_close(a, b)
+
+
+def test_it_is_asked_on_refresh_steps_alone() -> None:
+    torch.manual_seed(0)
+    calls = []
+
+    def index(*inputs: Any) -> Any:
+        calls.append(len(inputs))
+        return GraphNet.index(*inputs)
+
+    model, inputs = GraphNet(), graphs(False)
+    optimizer = ngplus.NGPlus(model, sample_index=index, update_every=3, early_refreshes=False)
+    for _ in range(7):
+        optimizer.zero_grad()
+        model(*inputs).square().mean().backward()
+        optimizer.step()
+    assert len(calls) == 3
+    with torch.no_grad():
+        model(*inputs)
+    assert len(calls) == 3
+
+
+def test_a_copy_has_it_too() -> None:
+    torch.manual_seed(0)
+    model, inputs = GraphNet(), graphs(False)
+    optimizer = train(model, [inputs], 1)
+    copied = copy.deepcopy(optimizer)
+    assert copied._sample_index is GraphNet.index
+    assert optimizer.plan()["first.weight"].source == "sample"
+
+
+def test_none_is_as_if_it_were_not_given() -> None:
+    torch.manual_seed(0)
+    model, inputs = GraphNet(), graphs(False)
+    target = torch.randn(SAMPLES)
+    plain = ngplus.gfim(model, nn.functional.mse_loss, inputs, target)
+    given = ngplus.gfim(model, nn.functional.mse_loss, inputs, target, sample_index=lambda *inputs: None)
+    torch.testing.assert_close(given["first.weight"].matrix, plain["first.weight"].matrix)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.zeros(3), "float32"),
+        (torch.zeros(3, 2, dtype=torch.long), r"\[3, 2\]"),
+        (torch.zeros(3, dtype=torch.bool), "bool"),
+        ([[0, 1]], r"\[0, 1\]"),
+        (torch.tensor([0, -1]), "below"),
+    ],
+)
+def test_what_is_no_index_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"Invalid sample_index: .*{message}"):
+        ragged_rows(given)
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(ValueError, match="Invalid sample_index: tensor"):
+        ngplus.NGPlus(nn.Linear(3, 2), sample_index=torch.zeros(3))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="takes no sample_index"):
+        ngplus.NGPlus([{"params": [nn.Parameter(torch.zeros(2))], "sample_index": None}], curvature="batch")
+
+
+def test_two_that_have_as_many_rows() -> None:
+    """The same twice is one; of two that differ, it cannot be told which a layer has: neither is taken."""
+    one, other = torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1])
+    assert ragged_rows([one, one.clone()])[3].sizes == [2, 1]
+    assert ragged_rows([one, other]) == {}
+    rest = ragged_rows([one, other, torch.tensor([0, 1, 2, 2])])
+    assert list(rest) == [4]
+    assert rest[4].samples == 3
+
+
+def test_empty_ones_are_left_out() -> None:
+    """A batch of graphs without any edge."""
+    rows = ragged_rows([torch.tensor([0, 1]), torch.zeros(0, dtype=torch.long)])
+    assert list(rows) == [2]
+
+
+@pytest.mark.parametrize("index", [[0, 0, 1, 1], [0, 1, 0, 1], [1, 1, 0, 0], [0, 0, 0, 2], [2, 0, 2, 2]])
+def test_rows_in_their_places(index: list[int]) -> None:
+    ragged = Ragged(torch.tensor(index), 3)
+    x = torch.arange(1.0, 9.0).view(4, 2)
+    padded, ordered = ragged.pad(x), ragged.sort(x)
+    at = 0
+    for i in range(3):
+        own = x[torch.tensor(index) == i]
+        assert torch.equal(padded[i, : len(own)], own)
+        assert not padded[i, len(own) :].any()
+        assert torch.equal(ordered[at : at + len(own)], own)
+        at += len(own)
+
+
+def test_samples_of_one_size_are_not_copied() -> None:
+    ragged = Ragged(torch.tensor([0, 0, 1, 1]), 2)
+    x = torch.randn(4, 3)
+    assert ragged.pad(x).data_ptr() == x.data_ptr()
+
+
+def test_large_samples_are_not_filled_up() -> None:
+    """One large graph among many small ones: no tensor has rows of zeros."""
+    index = torch.cat([torch.zeros(4000, dtype=torch.long), torch.arange(1, 400)])
+    batch = Batch(0, 400, ragged_rows(index))
+    layer = nn.Linear(8, 8)
+    factors = LinearRule().factors(layer, (torch.randn(4399, 8),), torch.randn(4399, 8), (True, True), batch)
+    assert isinstance(factors, Segments)
+    assert factors.left.shape == (4399, 8)
+    assert factors.samples == 400
