@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -16,15 +18,41 @@ CASES = {
     "stride beyond the kernel": ((FEW_CHANNELS, 9, 8), (1, 2), (3, 2), (1, 1), 1),
     "groups": ((2 * FEW_CHANNELS, 6, 6), (3, 3), (1, 1), (1, 1), 2),
     "few channels": ((2, 6, 7), (3, 3), (1, 1), (1, 1), 1),
+    "few channels, strided and dilated, in groups": ((4, 11, 9), (3, 2), (2, 3), (2, 1), 2),
+    "few channels, three dimensions": ((1, 4, 5, 3), (2, 3, 2), (1, 2, 1), (1, 1, 2), 1),
     "one by one": ((FEW_CHANNELS, 5, 5), (1, 1), (1, 1), (1, 1), 1),
 }
 
 
-def patches(case: str, rows: int = 1, samples: int = 3) -> Patches:
-    shape, kernel, stride, dilation, groups = CASES[case]
+def pixels(case: str, rows: int, samples: int) -> torch.Tensor:
     torch.manual_seed(0)
-    x = torch.randn(samples * rows, *shape, dtype=torch.float64)
-    return Patches(x, kernel, stride, dilation, groups, samples)
+    return torch.randn(samples * rows, *CASES[case][0], dtype=torch.float64)
+
+
+def patches(case: str, rows: int = 1, samples: int = 3, flip: bool = False) -> Patches:
+    _, kernel, stride, dilation, groups = CASES[case]
+    return Patches(pixels(case, rows, samples), kernel, stride, dilation, groups, samples, flip)
+
+
+@pytest.mark.parametrize("chosen", [slice(None), torch.tensor([2, 0])], ids=["all", "some"])
+@pytest.mark.parametrize("flip", [False, True], ids=["", "flipped"])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("case", list(CASES))
+def test_patches_are_the_pixels_around_each_position(
+    case: str, rows: int, flip: bool, chosen: slice | torch.Tensor
+) -> None:
+    (channels, *size), kernel, stride, dilation, groups = CASES[case]
+    x = pixels(case, rows, 3).view(3, rows, groups, channels // groups, *size)[chosen]
+    spans = zip(size, kernel, stride, dilation, strict=True)
+    starts = [range(0, length - d * (k - 1), s) for length, k, s, d in spans]
+    places = list(itertools.product(*(range(k) for k in kernel)))
+    found = []
+    for start in itertools.product(*starts):
+        each = places[::-1] if flip else places
+        at = [tuple(b + o * d for b, o, d in zip(start, place, dilation, strict=True)) for place in each]
+        found.append(torch.stack([x[(..., *a)] for a in at], -1))  # [samples, rows, groups, in, kernel]
+    wanted = torch.stack(found, 2).permute(3, 0, 1, 2, 4, 5).flatten(2, 3).flatten(3)
+    assert torch.equal(patches(case, rows, flip=flip).take(chosen), wanted)
 
 
 @pytest.mark.parametrize("chosen", [slice(None), torch.tensor([2, 0])], ids=["all", "some"])
