@@ -20,6 +20,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from ngplus.lab import collection, runs
+from ngplus.lab.amounts import amount
 from ngplus.lab.cli import app
 from ngplus.lab.report import svg
 from ngplus.lab.report.curves import groups
@@ -437,3 +438,20 @@ def test_in_chromium(width: int, columns: int, scheme: str, tmp_path: Path) -> N
     assert found["lines"]
     assert found["hidden"] == "none"  # the check box hides the curve, without any script in the page
     assert (found["back"] == "rgb(255, 255, 255)") == (scheme == "light")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 B"),
+        (7, "7 B"),
+        (999.4, "999 B"),
+        (999.6, "1 kB"),
+        (553_100, "553 kB"),
+        (2.06e12, "2.06 TB"),
+        (3e21, "3e+03 EB"),
+    ],
+)
+def test_amounts_have_three_digits(number: float, text: str) -> None:
+    assert amount(number, "B") == text
+    assert amount(number) == text.removesuffix("B").strip()

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import reference as ref
 import torch
@@ -137,8 +138,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[..., 
 }
 
 
+@pytest.mark.parametrize("many", [2**13, 0], ids=["", "segments"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_layer_takes_rows_of_samples(name: str) -> None:
+def test_every_layer_takes_rows_of_samples(name: str, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "MANY", many)
     torch.manual_seed(0)
     make, shape, lay = LAYERS[name]
     model = Rows(make())
@@ -154,14 +157,19 @@ def test_bags_of_tables() -> None:
 
 
 class Packed(nn.Module):
-    """Sequences one behind the other, [1, tokens, features], as attention over packed batches takes them."""
+    """Sequences one behind the other, [1, tokens, features], or without the first dimension."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch_first: bool = True, flat: bool = False) -> None:
         super().__init__()
+        self.first_dim, self.flat = batch_first, flat
         self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=batch_first)
 
     def forward(self, x: Tensor, sequence: Tensor) -> Tensor:
-        y = self.b(torch.tanh(self.a(x)))[0, :, 0]
+        h = torch.tanh(self.a(x))
+        h = h[0] if self.flat else h if self.first_dim else h.transpose(0, 1)
+        h, _ = self.attention(h, h, h, attn_mask=sequence[:, None] != sequence, need_weights=False)
+        y = self.b(torch.tanh(h.reshape(x.shape[0], x.shape[1], 4)))[0, :, 0]
         return y.new_zeros(SAMPLES).index_add(0, sequence, y)
 
     @staticmethod
@@ -169,10 +177,90 @@ class Packed(nn.Module):
         return sequence
 
 
-def test_packed_sequences() -> None:
+@pytest.mark.parametrize("many", [2**13, 0], ids=["padded", "segments"])
+@pytest.mark.parametrize(
+    "model", [Packed, lambda: Packed(False), lambda: Packed(flat=True)], ids=["", "second", "flat"]
+)
+def test_packed_sequences(model: Callable[[], Packed], many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "MANY", many)
     torch.manual_seed(0)
     sequence = torch.repeat_interleave(torch.arange(SAMPLES), torch.tensor(SIZES))
-    check(Packed(), (torch.randn(1, len(sequence), 3), sequence), torch.randn(SAMPLES), ref.rows, batch_dim=1)
+    inputs = torch.randn(1, len(sequence), 3), sequence
+    check(model(), inputs, torch.randn(SAMPLES), ref.rows, batch_dim=1)
+
+
+class Boxes(nn.Module):
+    """Layers with a row for each image, and with one for each of their boxes, of which an image may have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.box = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, of: Tensor) -> Tensor:
+        y = torch.tanh(self.box(torch.tanh(self.image(x))[of])).sum(1)
+        return y.new_zeros(len(x)).index_add(0, of, y)
+
+    @staticmethod
+    def index(x: Tensor, of: Tensor) -> Any:
+        return of, torch.arange(len(x))
+
+
+@pytest.mark.parametrize("of", [[0, 0, 1, 3, 3, 5, 7], [0, 0, 1, 3, 3], [2]])
+def test_samples_without_rows_count(of: list[int]) -> None:
+    torch.manual_seed(0)
+    check(Boxes(), (torch.randn(8, 3), torch.tensor(of)), torch.randn(8), ref.rows)
+
+
+def test_one_row_for_each_sample_comes_first() -> None:
+    """As many boxes as images: those of the images are right, and of the boxes each is a sample in this refresh."""
+    torch.manual_seed(0)
+    model, of = Boxes(), torch.tensor([0, 0, 1, 3, 3, 3, 6, 7])
+    x, target = torch.randn(8, 3), torch.randn(8)
+    found = ngplus.gfim(model, nn.functional.mse_loss, (x, of), target, sample_index=Boxes.index)
+    stack = torch.stack([ref.rows(g["image.weight"], g["image.bias"]) for g in per_graph(model, (x, of), target)])
+    wanted = ref.gfim(stack, found["image.weight"].side)[0]
+    torch.testing.assert_close(found["image.weight"].matrix, wanted)
+
+
+def test_rows_that_it_does_not_tell_of_are_samples() -> None:
+    """Not folded into samples, though their number can be divided by that of the samples."""
+    torch.manual_seed(0)
+    batch = Batch(0, 4, ragged_rows(torch.tensor([0, 0, 1, 2, 3, 3, 3])))
+    assert batch.count(7) == 4
+    assert batch.count(4) == 4
+    assert batch.count(8) == 8
+    assert Batch(0, 4).count(8) == 4
+
+
+def test_positions_that_all_rows_share() -> None:
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places = nn.Embedding(7, 4), nn.Embedding(5, 4)
+
+        def forward(self, x: Tensor, graph: Tensor, graphs: int) -> Tensor:
+            y = torch.tanh(self.words(x) + self.places(torch.arange(5)[None])).sum((1, 2))
+            return y.new_zeros(graphs).index_add(0, graph, y)
+
+        index = Rows.index
+
+    torch.manual_seed(0)
+    graph = torch.tensor([2, 0, 0, 1, 2, 0, 2])
+    check(Placed(), (torch.randint(7, (7, 5)), graph, 3), torch.randn(3), ref.rows)
+
+
+def test_graphs_without_edges_are_samples_of_the_edges_layers() -> None:
+    """A micro-batch in which no graph has an edge counts like one in which some have."""
+    torch.manual_seed(0)
+    first = graphs(False)
+    lone = torch.tensor([1, 3]), torch.zeros(2, 0, dtype=torch.long), torch.zeros(0, 3), torch.tensor([0, 1]), 2
+    one, other = GraphNet(), GraphNet()
+    other.load_state_dict(one.state_dict())
+    options: dict[str, Any] = {"curvature": "sample"}
+    optimizers = train(one, [first, lone], 1, **options), train(other, [together(first, lone)], 1, **options)
+    for name in ("filter.0.weight", "first.weight"):
+        a, b = (optimizer.curvature(name).matrix for optimizer in optimizers)
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
 def train(model: nn.Module, batches: list[tuple[Any, ...]], steps: int, **options: Any) -> ngplus.NGPlus:
@@ -240,6 +328,47 @@ def test_it_is_asked_on_refresh_steps_alone() -> None:
     assert len(calls) == 3
 
 
+def test_it_is_not_asked_in_eval_mode() -> None:
+    def index(*inputs: Any) -> Any:
+        raise AssertionError
+
+    model = GraphNet().eval()
+    optimizer = ngplus.NGPlus(model, sample_index=index)
+    model(*graphs(False)).sum().backward()
+    with pytest.raises(AssertionError):
+        model.train()(*graphs(False))
+    del optimizer  # without which nothing is watched
+
+
+def test_an_error_in_it_is_all_that_is_said(recwarn: pytest.WarningsRecorder) -> None:
+    model = GraphNet()
+    optimizer = ngplus.NGPlus(model, sample_index=lambda: None)
+    with pytest.raises(TypeError, match="positional"):
+        model(*graphs(False))
+    assert not list(recwarn)
+    del optimizer
+
+
+def test_rows_that_no_layer_has_are_told(recwarn: pytest.WarningsRecorder) -> None:
+    """As where batch_dim was forgotten."""
+    torch.manual_seed(0)
+    model, sequence = nn.Linear(3, 2), torch.tensor([0, 0, 1, 1, 1])
+    optimizer = ngplus.NGPlus(model, sample_index=lambda x: sequence, update_every=1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(1, 5, 3)).square().mean().backward()
+        optimizer.step()
+    assert [str(w.message)[:40] for w in recwarn] == ["sample_index tells of 5 rows, and no lay"]
+
+
+def test_a_part_of_the_model_that_is_called_by_itself_is_told() -> None:
+    model, inputs = GraphNet(), graphs(False)
+    optimizer = ngplus.NGPlus(model, sample_index=GraphNet.index)
+    model.first(model.kinds(inputs[0])).square().mean().backward()
+    with pytest.warns(UserWarning, match="a part of GraphNet was called by itself"):
+        optimizer.step()
+
+
 def test_a_copy_has_it_too() -> None:
     torch.manual_seed(0)
     model, inputs = GraphNet(), graphs(False)
@@ -265,7 +394,9 @@ def test_none_is_as_if_it_were_not_given() -> None:
         (torch.zeros(3, 2, dtype=torch.long), r"\[3, 2\]"),
         (torch.zeros(3, dtype=torch.bool), "bool"),
         ([[0, 1]], r"\[0, 1\]"),
-        (torch.tensor([0, -1]), "below"),
+        (torch.tensor([0, -1]), "sample -1 .*from 0"),
+        (torch.tensor([1_000_000_000_000]), "sample 1000000000000 for 1 rows .*from 0"),
+        (np.zeros(3, dtype=int), "0"),
     ],
 )
 def test_what_is_no_index_is_refused(given: Any, message: str) -> None:
@@ -284,16 +415,18 @@ def test_two_that_have_as_many_rows() -> None:
     """The same twice is one; of two that differ, it cannot be told which a layer has: neither is taken."""
     one, other = torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1])
     assert ragged_rows([one, one.clone()])[3].sizes == [2, 1]
-    assert ragged_rows([one, other]) == {}
+    assert sorted(ragged_rows([one, other])) == [2]  # one row for each sample
     rest = ragged_rows([one, other, torch.tensor([0, 1, 2, 2])])
-    assert list(rest) == [4]
-    assert rest[4].samples == 3
+    assert sorted(rest) == [3, 4]
+    assert rest[3].index.tolist() == [0, 1, 2]
+    assert rest[4].sizes == [1, 1, 2]
 
 
 def test_empty_ones_are_left_out() -> None:
     """A batch of graphs without any edge."""
-    rows = ragged_rows([torch.tensor([0, 1]), torch.zeros(0, dtype=torch.long)])
-    assert list(rows) == [2]
+    none = torch.zeros(0, dtype=torch.long)
+    assert list(ragged_rows([torch.tensor([0, 1]), none])) == [2]
+    assert ragged_rows([none]) == {}
 
 
 @pytest.mark.parametrize("index", [[0, 0, 1, 1], [0, 1, 0, 1], [1, 1, 0, 0], [0, 0, 0, 2], [2, 0, 2, 2]])

@@ -1,4 +1,4 @@
-"""Calls of the model, the uses of matrices in them, and which dimension of a tensor holds the samples.
+"""Calls of the model, the uses of matrices in them, and where in a tensor the samples are.
 
 On the way from gradient to step: what :mod:`ngplus.capture` keeps from a layer's forward pass to the gradient of its
 output.
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ngplus.dtensor import many_ranks, whole
-from ngplus.factors import Factors, Summed, widen
+from ngplus.factors import Factors, Segments, Summed, widen
 from ngplus.layers import Batch
-from ngplus.layers.batch import Ragged
+from ngplus.layers.batch import Ragged, ragged_rows
 from ngplus.layers.rule import NotPerSample, has_own_forward
 from ngplus.matrices import ParameterMatrix, Use
 
@@ -87,7 +87,11 @@ class Slot:
         if self.grad.numel() == 0:
             if batch.size == 0 and not many_ranks():  # one of several ranks may have got no samples
                 raise ValueError(f"The batch that reached {matrix.name!r} has no samples: leave empty batches out")
-            return None  # a layer that got none of the samples, such as an expert without tokens
+            if not self.call.rows or matrix.groups > 1 or not matrix.counted:
+                return None  # a layer that got none of the samples, such as an expert without tokens
+            sizes = [0] * (batch.size or 0)  # of graphs without edges: samples all the same
+            m, n = matrix.layout.rows, matrix.layout.cols
+            return Segments(self.grad.new_zeros(0, m), self.grad.new_zeros(0, n), sizes)
         if self.held is None:
             raise NotPerSample("its gradient came twice, of a graph that was not retained")
         try:
@@ -117,6 +121,51 @@ class Slot:
             ) from error
         built.summed = self.summed
         return widen(built, self.use.columns, matrix.layout.cols)
+
+
+class ToldRows:
+    """Which rows are of which sample, as ``sample_index`` tells for each call, and whether any layer has such rows."""
+
+    def __init__(self, sample_index: SampleIndex | None) -> None:
+        self._sample_index = sample_index
+        self._since: list[Ragged] = []  # the last step
+        self._part = ""  # the class of a model of which a part was called by itself
+        self._complained = False
+
+    @torch.no_grad()
+    def of(self, args: Any, kwargs: Any) -> dict[int, Ragged]:
+        """In a call of the model with these inputs."""
+        rows = {} if self._sample_index is None else ragged_rows(self._sample_index(*args, **kwargs))
+        self._since += rows.values()
+        return rows
+
+    def note_part(self, model: nn.Module | None) -> None:
+        """A part of the model was called by itself, with inputs of its own."""
+        self._part = type(model).__name__
+
+    def forget(self) -> None:
+        self._since, self._part = [], ""
+
+    def complaint(self) -> str:
+        """Before a step: what the user is to be told, once, where no layer had as many rows; "" for nothing."""
+        told = [ragged for ragged in self._since if len(ragged.index) != ragged.samples]  # not one for each sample
+        part = self._part
+        self.forget()
+        if self._sample_index is None or self._complained or any(ragged.used for ragged in told):
+            return ""
+        self._complained = bool(told or part)
+        if told:
+            found = " and of ".join(str(length) for length in sorted({len(ragged.index) for ragged in told}))
+            return (
+                f"sample_index tells of {found} rows, and no layer had as many in its batch dimension (batch_dim= says "
+                "which one that is): each row that they had is taken for a sample"
+            )
+        if part:
+            return (
+                f"sample_index is called with the inputs of the model, and a part of {part} was called by itself: each "
+                "of its rows is taken for a sample"
+            )
+        return ""
 
 
 def _first_line(error: Exception) -> str:

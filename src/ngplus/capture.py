@@ -30,11 +30,10 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
-from ngplus.calls import BatchDims, Build, Call, SampleIndex, Saved, Slot, batch_dims
+from ngplus.calls import BatchDims, Build, Call, SampleIndex, Saved, Slot, ToldRows, batch_dims
 from ngplus.compiled import CompiledCalls, uncompiled
 from ngplus.factors import Factors, Summed, join
 from ngplus.layers import Batch, Watcher
-from ngplus.layers.batch import Ragged, ragged_rows
 from ngplus.layers.embedding import ForAllSamples
 from ngplus.layers.rule import NotPerSample, no_mixed_precision
 from ngplus.matrices import ParameterMatrix, Use
@@ -86,7 +85,7 @@ class Capture:
         self._on_gradients = on_gradients
         self._dims = batch_dims(model, batch_dim)
         self._root_dim = self._dims.get(model, 0)
-        self._sample_index = sample_index
+        self._told_rows = ToldRows(sample_index)
         self._matrices = list({id(use.matrix): use.matrix for use in uses}.values())
         self.forward_seen = False
         self.in_eval = False  # record in eval mode, too: for study, never in training
@@ -164,6 +163,7 @@ class Capture:
             slot.forget()
         if matrix is None:
             self._ready.clear()
+            self._told_rows.forget()
 
     def flush(self) -> None:
         """Hands on all that has arrived: at the step, or for study."""
@@ -173,6 +173,10 @@ class Capture:
         self._flush_all()
         for matrix in self._matrices:
             matrix.settle()
+
+    def complaint(self) -> str:
+        """What the user is to be told of ``sample_index``, after all has been handed on; "" for nothing."""
+        return self._told_rows.complaint()
 
     # ------------------------------------------------------------------------------------------ forward
 
@@ -190,19 +194,16 @@ class Capture:
         self._notice()
         if not self.armed:
             return
+        rows = self._told_rows.of(*inputs) if self.listening() else {}
         self._call = self._new_call()
-        self._call.rows = self._rows(*inputs)
+        self._call.rows = rows
         self._sizes = Counter(size for size, _ in self._leading(inputs))
         self._short = bool(self._root_dim) and _has_short(inputs)
         # Until the output is known: the most common first dimension, of the tensor with the most dimensions.
         ranked = sorted(self._leading(inputs), key=lambda s: (-self._sizes[s[0]], -s[1]))
-        size = next((ragged.samples for ragged in self._call.rows.values()), ranked[0][0] if ranked else None)
-        self._call.batch_size = self._call.expected = size
-
-    @torch.no_grad()
-    def _rows(self, args: Any, kwargs: Any) -> dict[int, Ragged]:
-        """Which rows are of which sample in a call with these inputs."""
-        return {} if self._sample_index is None else ragged_rows(self._sample_index(*args, **kwargs))
+        self._call.batch_size = self._call.expected = ranked[0][0] if ranked else None
+        for ragged in rows.values():
+            self._call.batch_size = ragged.samples
 
     def _is_called_by_itself(self) -> bool:
         """Is the call that begins a part of one that is still under way?"""
@@ -266,6 +267,7 @@ class Capture:
             open_calls = [call for call in self._calls if sum(call.waiting.values()) + sum(call.hidden.values())]
             if open_calls:
                 return open_calls[-1]
+        self._told_rows.note_part(self._model())
         return self._new_call()  # a part of the model was called by itself
 
     def recording(self, matrix: ParameterMatrix) -> bool:

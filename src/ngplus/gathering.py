@@ -20,6 +20,7 @@ from ngplus.curvature import Gathered, Group
 from ngplus.dtensor import is_dtensor, local, many_ranks
 from ngplus.factors import Bags, Factors, Lookup
 from ngplus.matrices import ParameterMatrix, Use
+from ngplus.notices import warn
 from ngplus.sharding import holds_gradients
 from ngplus.sync import Ranks, Sum, Team
 
@@ -79,6 +80,8 @@ class Gathering:
         """Before the step: all that has arrived is counted in."""
         if self._capture is not None:
             self._capture.flush()
+            if complaint := self._capture.complaint():
+                warn(complaint)
 
     def synchronise(self, team: Team, due: list[ParameterMatrix]) -> list[ParameterMatrix]:
         """On all ranks alike: the sums of these matrices become those of all ranks' samples, at those that need them.

@@ -129,7 +129,8 @@ class NGPlus(CapturedOptimizer):
         batch_dim: the dimension of the samples, for the whole model or by module name; None for a module without one.
         sample_index: where samples have unlike numbers of rows, as the nodes and edges of graphs or packed sequences: a
             function of the model's inputs that returns the sample of each row, counted from 0, as a tensor [rows], or
-            several such tensors; a layer whose input has as many rows goes by it. It is called on refresh steps.
+            several such tensors; a layer whose input has as many rows in its batch dimension goes by it. It is called
+            on refresh steps.
         background: True makes the inverses and eigenbases of a refresh in the background, and takes them up when they
             are ready; a number k, exactly k steps later, so that every run is the same. On several ranks True is 1.
             ``state_dict()`` takes up early what is under way: runs are the same that save at the same steps.

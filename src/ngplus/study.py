@@ -18,6 +18,7 @@ from ngplus.capture import Capture
 from ngplus.curvature import Gathered
 from ngplus.factors import Factors
 from ngplus.matrices import ParameterMatrix, collect, named
+from ngplus.notices import warn
 from ngplus.optimizer import Curvature
 
 
@@ -80,6 +81,8 @@ def gfim(
                 output = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
             grads = torch.autograd.grad(loss_fn(output, targets), list(params), allow_unused=True)
         capture.flush()
+        if complaint := capture.complaint():
+            warn(complaint)
     finally:
         capture.remove()
     of_param = dict(zip(params, grads, strict=True))

@@ -50,14 +50,18 @@ class Segments(Factors):
             return super().pair(side, form, samples, sketch, dtype)
         left, right = self.left.to(dtype), self.right.to(dtype)
         curved, other = (left, right) if side == "left" else (right, left)
-        each = self._of(samples, curved, other if sketch is None else sketch(other))
-        weighted = [(o @ o.mT) @ c for c, o in each]
-        return torch.cat([c for c, _ in each])[None], torch.cat(weighted)[None]
+        pairs = []
+        for c, o in self._of(samples, curved, other if sketch is None else sketch(other)):
+            tall = o.mT @ c if len(o) > o.shape[-1] else None  # fewer rows than inner products would be
+            pairs.append((c, (o @ o.mT) @ c) if tall is None else (tall, tall))
+        return torch.cat([y for y, _ in pairs])[None], torch.cat([z for _, z in pairs])[None]
 
     def costs(self, side: str, other: int, block: int) -> dict[str, float]:
         d, _ = self.curved_and_other(side)
-        mean, squares = (sum(k**power for k in self.sizes) / self.samples for power in (1, 2))
-        return {"gram": squares * (d + other) + mean * d * block, "explicit": mean * d * other + d * other * block}
+        written = [k * d * other + d * other * block for k in self.sizes]
+        inner = [k * k * (d + other) + k * d * block for k in self.sizes]
+        least = [w if k > other else i for k, w, i in zip(self.sizes, written, inner, strict=True)]
+        return {"gram": sum(least) / self.samples, "explicit": sum(written) / self.samples}
 
     @property
     def writing_cost(self) -> float:
@@ -65,5 +69,6 @@ class Segments(Factors):
 
     def memory(self, side: str, form: str, other: int) -> int:
         if form == "gram":
-            return self.positions * (self.positions + 2 * self.curved_and_other(side)[0])
+            most = min(self.positions, other)
+            return most * (most + 2 * self.curved_and_other(side)[0])
         return self.rows * self.cols

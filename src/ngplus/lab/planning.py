@@ -12,6 +12,7 @@ import typer
 
 from ngplus.lab import options
 from ngplus.lab import train as shared
+from ngplus.lab.amounts import amount
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,17 +98,6 @@ def _table(loads: Sequence[Load]) -> str:
             amount(load.step_bytes, "B"), amount(load.refresh_bytes, "B"),
         ])  # fmt: skip
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def amount(number: float, unit: str) -> str:
-    """In thousands: 1.3 GB, 4.2 TFLOP."""
-    prefixes = ["", "k", "M", "G", "T", "P"]
-    while number >= 1000 and len(prefixes) > 1:
-        number /= 1000
-        del prefixes[0]
-    return (
-        f"{number:.0f} {prefixes[0]}{unit}" if number >= 100 or not prefixes[0] else f"{number:.1f} {prefixes[0]}{unit}"
-    )
 
 
 def build(where: str) -> tuple[nn.Module, tuple[Any, ...]]:

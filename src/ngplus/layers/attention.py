@@ -170,9 +170,15 @@ class _Calls:
 
 
 def _batch(module: nn.MultiheadAttention, x: Tensor, batch: Batch) -> Batch:
+    """Where the samples are: in attention's own batch dimension, or, of packed sequences, along their positions."""
+    own = 0 if module.batch_first else 1
+    if x.dim() == 2 or x.shape[own] not in batch.rows:
+        along = 0 if x.dim() == 2 else 1 - own
+        if x.shape[along] in batch.rows:
+            return Batch(along, batch.size, batch.rows)
     if x.dim() == 2 or batch.dim is None:
         return Batch(None)
-    return Batch(0 if module.batch_first else 1, batch.size if module.batch_first else None, batch.rows)
+    return Batch(own, batch.size if module.batch_first else None, batch.rows)
 
 
 def _build_linear(module: nn.MultiheadAttention) -> _Build:

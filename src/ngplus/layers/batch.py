@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+MOST = 16, 1000  # samples for each row, and beyond: with more, numbers are not those of the batch's own samples
+
 
 class Ragged:
     """Rows of samples that need not have as many: row p is one of sample ``index[p]``."""
@@ -26,6 +28,7 @@ class Ragged:
         self.sizes: list[int] = self._counts.tolist()
         self.longest = max(self.sizes)
         self._order = None if bool((index[1:] >= index[:-1]).all()) else index.argsort(stable=True)
+        self.used = False  # has a layer had as many rows?
 
     @property
     def uneven(self) -> bool:
@@ -34,6 +37,7 @@ class Ragged:
 
     def pad(self, x: Tensor) -> Tensor:
         """[rows, ...] to [samples, longest, ...], with zeros where a sample has fewer rows."""
+        self.used = True
         if self._order is not None or self.uneven:
             # Picking rows takes half of the time of putting them in their places.
             x = torch.cat((x, x.new_zeros(1, *x.shape[1:]))).index_select(0, self._sources.to(x.device))
@@ -41,7 +45,13 @@ class Ragged:
 
     def sort(self, x: Tensor) -> Tensor:
         """[rows, ...], the rows of one sample after those of the other."""
+        self.used = True
         return x if self._order is None else x.index_select(0, self._order.to(x.device))
+
+    def sums(self, x: Tensor) -> Tensor:
+        """[rows, ...] to [samples, ...]."""
+        self.used = True
+        return x.new_zeros(self.samples, *x.shape[1:]).index_add_(0, self.index.to(x.device), x)
 
     @cached_property
     def _sources(self) -> Tensor:
@@ -53,8 +63,9 @@ class Ragged:
 
 
 def ragged_rows(given: Tensor | Iterable[Tensor] | None) -> dict[int, Ragged]:
-    """By the number of rows, what ``sample_index`` has returned. Of two that have as many and say otherwise, none."""
-    each = [given] if isinstance(given, Tensor) else list(given or ())
+    """By the number of rows, what ``sample_index`` has returned, and one row for each sample. Of several that have as
+    many and say otherwise none is taken, but for that last one."""
+    each = [] if given is None else [given] if isinstance(given, Tensor) else list(given)
     for index in each:
         whole = isinstance(index, Tensor) and not (index.is_floating_point() or index.is_complex())
         if not whole or index.dim() != 1 or index.dtype == torch.bool:
@@ -64,16 +75,24 @@ def ragged_rows(given: Tensor | Iterable[Tensor] | None) -> dict[int, Ragged]:
                 "such tensor, or several)"
             )
     each = [index.detach().long() for index in each if len(index)]
-    if any(bool((index < 0).any()) for index in each):
-        raise ValueError("Invalid sample_index: samples are counted from 0, and it gave a number below")
-    samples = max((int(index.max()) + 1 for index in each), default=0)
+    if not each:
+        return {}
+    smallest, largest = min(int(index.min()) for index in each), max(int(index.max()) for index in each)
+    known = max(len(index) for index in each)
+    if smallest < 0 or largest >= MOST[0] * known + MOST[1]:
+        raise ValueError(
+            f"Invalid sample_index: it gave sample {smallest if smallest < 0 else largest} for {known} rows (the "
+            "samples of a batch are counted from 0)"
+        )
+    alone = torch.arange(largest + 1, device=each[0].device)
     rows: dict[int, Ragged] = {}
     unlike = set()
-    for index in each:
-        known = rows.setdefault(len(index), Ragged(index, samples))
-        if not torch.equal(known.index, index):
+    for index in (alone, *each):
+        if len(index) not in rows:
+            rows[len(index)] = Ragged(index, largest + 1)
+        elif not torch.equal(rows[len(index)].index, index):
             unlike.add(len(index))
-    return {length: ragged for length, ragged in rows.items() if length not in unlike}
+    return {length: ragged for length, ragged in rows.items() if length not in unlike or length == len(alone)}
 
 
 @dataclass(frozen=True)
@@ -96,12 +115,13 @@ class Batch:
         """Samples in a dimension of this length.
 
         A layer that sees k rows for each sample, in sample-major order as after ``flatten(0, 1)``, has them folded
-        into positions. With any other length each row counts as a sample of its own, unless ``rows`` tells.
+        into positions. With any other length, or where ``rows`` tells of others, each row counts as a sample of its
+        own.
         """
         if self.dim is None:
             return 1
-        if length in self.rows:
-            return self.rows[length].samples
+        if self.rows:
+            return self.rows[length].samples if length in self.rows else length
         if self.dim == 0 and self.size and length % self.size == 0:
             return self.size
         return length
@@ -117,12 +137,31 @@ class Batch:
             return self.rows[len(x)].pad(x)
         return x.unflatten(0, (self.count(len(x)), -1))
 
+    def sums(self, x: Tensor) -> Tensor:
+        """Dimension 0, [rows, ...], to the sums over the rows of each sample, [samples, ...].
+
+        Examples:
+            >>> tuple(ngplus.layers.Batch(size=4).sums(torch.zeros(12, 5)).shape)
+            (4, 5)
+        """
+        if self.dim is not None and len(x) in self.rows:
+            return self.rows[len(x)].sums(x)
+        return self.by_sample(x).sum(1)
+
     def fold(self, x: Tensor, features: int = 1) -> Tensor:
         """Any tensor with ``features`` trailing feature dimensions to [samples, positions, *features]."""
         tail = x.shape[x.dim() - features :]
         if self.dim is None or x.dim() == features:
             return x.reshape(1, -1, *tail)
-        if 0 < self.dim < x.dim() - features:  # else what stood before the samples is gone, as of a last state
-            x = x.movedim(self.dim, 0)
-        x = self.by_sample(x)
+        x = self.by_sample(self.first(x, features))
         return x.reshape(len(x), -1, *tail)
+
+    def first(self, x: Tensor, features: int = 1) -> Tensor:
+        """The same tensor with the batch dimension first."""
+        if self.dim is not None and 0 < self.dim < x.dim() - features:
+            return x.movedim(self.dim, 0)
+        return x  # or what stood before the samples is gone, as of a last state
+
+    def ragged(self, x: Tensor) -> Ragged | None:
+        """Which rows of a tensor with one feature dimension are of which sample, where the user has told."""
+        return None if self.dim is None else self.rows.get(len(self.first(x)))

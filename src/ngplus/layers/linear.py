@@ -46,14 +46,16 @@ class LinearRule(LayerRule):
 
     def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         (x,) = inputs
-        ragged = batch.rows.get(len(grad))
-        if ragged is None or not ragged.uneven or grad.dim() != 2 or batch.dim is None:
-            return linear_factors(x, grad, active, batch)
-        right = x if active[0] and x is not None else grad[:, :0]
-        if ragged.longest * (grad.shape[1] + right.shape[1]) < MANY:
+        right = x if active[0] and x is not None else grad[..., :0]
+        ragged = batch.ragged(grad)
+        if ragged is None or not ragged.uneven or ragged.longest * (grad.shape[-1] + right.shape[-1]) < MANY:
             return linear_factors(x, grad, active, batch)
         right = F.pad(right, (0, 1), value=1.0) if len(active) > 1 and active[1] else right
-        return Segments(ragged.sort(grad), ragged.sort(right), ragged.sizes)
+        left, right = (ragged.sort(batch.first(side)) for side in (grad, right))
+        each = left[0].numel() // left.shape[-1]  # positions of a row
+        return Segments(
+            left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1]), [each * k for k in ragged.sizes]
+        )
 
 
 @register_layer("transformers.pytorch_utils.Conv1D")

@@ -53,17 +53,21 @@ class NormRule(LayerRule):
         raise NotImplementedError
 
     def by_feature(self, module: nn.Module, x: Tensor, batch: Batch) -> Tensor:
-        """[samples, positions, features]."""
+        """[samples, positions, features], where each row of the batch dimension is a sample."""
         raise NotImplementedError
 
     def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         (x,) = inputs
         columns = []
         if active[0] and x is not None:
-            columns.append(self.by_feature(module, grad * self.normalized(module, x).to(grad.dtype), batch).sum(1))
+            columns.append(self._sums(module, grad * self.normalized(module, x).to(grad.dtype), batch))
         if len(active) > 1 and active[1]:
-            columns.append(self.by_feature(module, grad, batch).sum(1))
+            columns.append(self._sums(module, grad, batch))
         return Rows(torch.stack(columns, dim=-1)[None])
+
+    def _sums(self, module: nn.Module, x: Tensor, batch: Batch) -> Tensor:
+        """[samples, features]: over the positions of each row, and then over the rows of each sample."""
+        return batch.sums(self.by_feature(module, x, Batch(batch.dim)).sum(1))
 
 
 @register_layer(nn.LayerNorm)
@@ -168,7 +172,7 @@ class BatchNormRule(_ChannelNormRule):
             columns.append(((product - mean * shift) * scale).to(grad.dtype))  # the statistics of 16 bits have 32
         if active[-1]:
             columns.append(shift)
-        return Rows(batch.by_sample(torch.stack(columns, dim=-1)).sum(1)[None])
+        return Rows(batch.sums(torch.stack(columns, dim=-1))[None])
 
 
 def _saved_elsewhere() -> bool:

@@ -139,7 +139,7 @@ class _Build:
             raise NotPerSample(f"vmap does not apply: {str(error).splitlines()[0]}") from error
         layout = Layout([varied[name].shape for name in names], kinds)
         values = torch.stack([layout.join([per_row[n][i] for n in names])[0] for i in range(count)])
-        return Rows(batch.by_sample(values).sum(1)[None])
+        return Rows(batch.sums(values)[None])
 
 
 def _without_hooks(module: nn.Module) -> nn.Module:

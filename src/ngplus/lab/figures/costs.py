@@ -37,6 +37,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor, nn
 
+from ngplus.lab.amounts import amount
 from ngplus.lab.figures import common
 from ngplus.lab.figures.common import BLUE, GREEN, INK, ORANGE, VERMILION, FigureError, Outcome
 from ngplus.lab.planning import build
@@ -291,14 +292,6 @@ def draw(outcome: Outcome) -> Figure:
     return figure
 
 
-def amount(value: float) -> str:
-    for prefix in ("", "k", "M", "G", "T", "P", "E"):
-        if value < 1000:
-            return f"{value:.3g}{prefix}" if value else "0"
-        value /= 1000
-    return f"{value:.3g}Z"
-
-
 def summary(outcome: Outcome) -> Table:
     out = common.table(
         "Extra cost beside SGD", "model", "method", "refresh", "a step", "state", "wire", "step / (fwd + bwd), T = 50"
@@ -309,10 +302,10 @@ def summary(outcome: Outcome) -> Table:
             out.add_row(
                 f"{row['model']}, batch {row['samples']}" if method == METHODS[0] else "",
                 method,
-                f"{amount(one['refresh_flops'])}FLOP",
-                f"{amount(one['step_flops'])}FLOP",
-                f"{amount(one['state_bytes'])}B",
-                f"{amount(one['wire_bytes_a_refresh'])}B",
+                amount(one["refresh_flops"], "FLOP"),
+                amount(one["step_flops"], "FLOP"),
+                amount(one["state_bytes"], "B"),
+                amount(one["wire_bytes_a_refresh"], "B"),
                 f"{one['extra_flops_over_forward_and_backward']['50']:.3g}",
             )
     return out

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ngplus.lab.amounts import amount
 from ngplus.lab.runs import Run, is_number
 
 TIMES = ("time to target", "ms a step")
@@ -48,7 +49,7 @@ class Row:
             spread([r.best for r in whole], percent),
             *(spread([r.scores.get(name) for r in whole]) for name in scores),
             _mean([r.milliseconds_per_step for r in whole], ".1f"),
-            size(max(r.state_bytes for r in whole)) if whole else "–",
+            amount(max(r.state_bytes for r in whole), "B") if whole else "–",
         )
 
     def rank(self) -> tuple[float, float, float]:
@@ -138,14 +139,6 @@ def duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-def size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return ""
 
 
 def _is_share(run: Run) -> bool:
