@@ -11,6 +11,7 @@ from factor_cases import (
     CASES,
     COLS,
     ROWS,
+    SAMPLES,
     SIDES,
     SUBSAMPLES,
     Late,
@@ -274,3 +275,14 @@ def test_both_sides_of_gradients_that_are_written_out_once(positions: int, m: in
 
 def _other(side: str) -> str:
     return "right" if side == "left" else "left"
+
+
+def test_a_use_without_rows_adds_nothing() -> None:
+    """A table that is looked up for nodes, and for edges where there are none, stays one that is looked up."""
+    table, _ = lookup()
+    none = Segments(random(0, ROWS), random(0, COLS), [0] * SAMPLES)
+    assert join([table, none]) == [table]
+    assert join([none, none]) == [none]
+    for side in SIDES:
+        (total,) = gfim_sum(none, side, cut_of(none, side), dtype=torch.float64)
+        assert not total.any()

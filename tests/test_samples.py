@@ -136,10 +136,12 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[..., 
     "batch norm in eval": (lambda: nn.BatchNorm1d(3).eval(), (3,), ref.columns),
     "any other": (lambda: Scaled(3), (3,), ref.columns),
 }
+LINEAR = [
+    name for name in LAYERS if name.startswith("linear")
+]  # which are multiplied sample by sample if these are large
 
 
-@pytest.mark.parametrize("many", [2**13, 0], ids=["", "segments"])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "many"), [*((name, 2**13) for name in LAYERS), *((name, 0) for name in LINEAR)])
 def test_every_layer_takes_rows_of_samples(name: str, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "MANY", many)
     torch.manual_seed(0)
@@ -149,9 +151,17 @@ def test_every_layer_takes_rows_of_samples(name: str, many: int, monkeypatch: py
     check(model, (torch.randn(len(graph), *shape), graph, SAMPLES), torch.randn(SAMPLES), lay)
 
 
-def test_bags_of_tables() -> None:
+class Offsets(nn.EmbeddingBag):
+    """Bags of two entries each, told by where they begin."""
+
+    def forward(self, input: Tensor, *rest: Any) -> Tensor:
+        return super().forward(input.flatten(), torch.arange(0, input.numel(), 2))
+
+
+@pytest.mark.parametrize("kind", [nn.EmbeddingBag, Offsets])
+def test_bags_of_tables(kind: type[nn.EmbeddingBag]) -> None:
     torch.manual_seed(0)
-    model = Rows(nn.EmbeddingBag(6, 3, mode="mean"))
+    model = Rows(kind(6, 3, mode="mean"))
     graph = torch.tensor([2, 0, 0, 1, 3, 2, 2])
     check(model, (torch.randint(6, (7, 2)), graph, SAMPLES), torch.randn(SAMPLES), ref.rows)
 
@@ -323,6 +333,7 @@ def test_it_is_asked_on_refresh_steps_alone() -> None:
         model(*inputs).square().mean().backward()
         optimizer.step()
     assert len(calls) == 3
+    optimizer = ngplus.NGPlus(model, sample_index=index)  # whose first step is due for a refresh
     with torch.no_grad():
         model(*inputs)
     assert len(calls) == 3
@@ -349,14 +360,63 @@ def test_an_error_in_it_is_all_that_is_said(recwarn: pytest.WarningsRecorder) ->
     del optimizer
 
 
+@pytest.mark.parametrize("index", [[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 2]])
+def test_a_layer_without_a_batch_has_no_rows(index: list[int]) -> None:
+    """A vector goes through the first layer, whose outputs are as many as there are rows; attention has a sequence for
+    all samples, as long as they are many."""
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vector, self.rows = nn.Linear(3, 6), nn.Linear(3, 6)
+            self.attention = nn.MultiheadAttention(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            all_samples = self.vector(x.mean(0))
+            h = self.rows(x) + all_samples
+            memory = all_samples.expand(index[-1] + 1, -1)
+            return h + self.attention(memory, memory, memory, need_weights=False)[0].sum(0)
+
+    torch.manual_seed(0)
+    model, x, target = Whole(), torch.randn(6, 3), torch.randn(6, 6)
+    given = dict.fromkeys(("vector", "attention"))
+    found = ngplus.gfim(
+        model, nn.functional.mse_loss, x, target, batch_dim=given, sample_index=lambda x: torch.tensor(index)
+    )
+    grads = torch.autograd.grad(nn.functional.mse_loss(model(x), target), list(model.parameters()))
+    named = dict(zip((name for name, _ in model.named_parameters()), grads, strict=True))
+    for names in (("vector.weight", "vector.bias"), ("attention.in_proj_weight", "attention.in_proj_bias")):
+        whole = ref.rows(*(named[name] for name in names))  # of all samples as one
+        wanted = ref.gfim(whole[None], found[names[0]].side)[0]
+        torch.testing.assert_close(found[names[0]].matrix, wanted)
+
+
+def test_it_is_told_of_once_and_only_where_no_layer_ever_had_such_rows(recwarn: pytest.WarningsRecorder) -> None:
+    """A refresh of layers with other rows alone says nothing, after one that had them; gradients may be set to zero
+    between the passes."""
+    torch.manual_seed(0)
+    model, inputs = GraphNet(), graphs(False)
+    out = list(model.out.parameters())
+    rest = [p for p in model.parameters() if all(p is not q for q in out)]
+    groups = [{"params": rest, "update_every": 6}, {"params": out, "update_every": 2}]
+    optimizer = ngplus.NGPlus(groups, model=model, sample_index=GraphNet.index, early_refreshes=False)
+    for _ in range(5):
+        loss = model(*inputs).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert not list(recwarn)
+
+
 def test_rows_that_no_layer_has_are_told(recwarn: pytest.WarningsRecorder) -> None:
     """As where batch_dim was forgotten."""
     torch.manual_seed(0)
     model, sequence = nn.Linear(3, 2), torch.tensor([0, 0, 1, 1, 1])
     optimizer = ngplus.NGPlus(model, sample_index=lambda x: sequence, update_every=1)
     for _ in range(2):
+        loss = model(torch.randn(1, 5, 3)).square().mean()
         optimizer.zero_grad()
-        model(torch.randn(1, 5, 3)).square().mean().backward()
+        loss.backward()
         optimizer.step()
     assert [str(w.message)[:40] for w in recwarn] == ["sample_index tells of 5 rows, and no lay"]
 
@@ -373,9 +433,7 @@ def test_a_copy_has_it_too() -> None:
     torch.manual_seed(0)
     model, inputs = GraphNet(), graphs(False)
     optimizer = train(model, [inputs], 1)
-    copied = copy.deepcopy(optimizer)
-    assert copied._sample_index is GraphNet.index
-    assert optimizer.plan()["first.weight"].source == "sample"
+    assert copy.deepcopy(optimizer)._sample_index is GraphNet.index
 
 
 def test_none_is_as_if_it_were_not_given() -> None:
@@ -422,10 +480,12 @@ def test_two_that_have_as_many_rows() -> None:
     assert rest[4].sizes == [1, 1, 2]
 
 
-def test_empty_ones_are_left_out() -> None:
+def test_no_rows_are_rows_of_no_sample() -> None:
     """A batch of graphs without any edge."""
     none = torch.zeros(0, dtype=torch.long)
-    assert list(ragged_rows([torch.tensor([0, 1]), none])) == [2]
+    rows = ragged_rows([torch.tensor([0, 1]), none])
+    assert sorted(rows) == [0, 2]
+    assert rows[0].sizes == [0, 0]
     assert ragged_rows([none]) == {}
 
 

@@ -30,6 +30,7 @@ from test_workloads_tiny import (
 from torch import Tensor, nn
 
 import ngplus
+from ngplus.lab import optimizers
 from ngplus.lab.workloads import cifar10, criteo, imagenet, materials, schnet, translation
 from ngplus.lab.workloads.base import DataError
 from ngplus.lab.workloads.dlrm import DLRM
@@ -201,6 +202,16 @@ def test_schnet_is_torch_geometrics(tmp_path: Path) -> None:
     wanted = theirs(batch.numbers, positions, batch.structure).squeeze(1)
     found = ours(batch.numbers, batch.edges, batch.distances, batch.structure, len(batch.target))
     torch.testing.assert_close(found, wanted)
+
+
+def test_molecules_are_the_samples(tmp_path: Path) -> None:
+    make_qm9(tmp_path / "qm9")
+    task = open_tiny("qm9", tmp_path)
+    model, batch = task.model(), task.batch(0, 0)
+    optimizer = optimizers.get("ngplus").make(model, {"lr": 0.01})
+    task.loss(model, batch).backward()
+    optimizer.step()
+    assert {matrix.seen[0] for matrix in optimizer._matrices if matrix.seen} == {len(batch.target)}
 
 
 def test_neighbours_of_molecules(tmp_path: Path) -> None:

@@ -55,7 +55,8 @@ def measure(
     for row in old:  # of a preset that has changed since
         rows.remove(row)
     done = {(r["workload"], r["optimizer"], r["k"], r["seed"]) for r in rows}
-    asked = list(range(-4, 5))
+    known = {r["k"] for r in rows if (r["workload"], r["optimizer"]) == (workload, optimizer)}  # maybe of fewer seeds
+    asked = sorted({*range(-4, 5), *known})
     while asked:
         for k in asked:
             for seed in range(seeds):

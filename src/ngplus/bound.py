@@ -56,7 +56,6 @@ class BoundOptimizer(Optimizer):
     """Parameters, options, matrices, teams and the capture of one optimizer, and the checkpoints of its state."""
 
     _gathers: type[Gathered] = Gathered
-    _sample_index: SampleIndex | None = None
     _neutral: Mapping[str, Any] = {}  # values for the options of NG+ that a rival does not have
     _own_keys: tuple[str, ...] = ("momentum_buffer",)  # state that has the parameter's dtype; all else keeps its own
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngplus.dtensor import many_ranks, whole
+from ngplus.dtensor import local, many_ranks, whole
 from ngplus.factors import Factors, Segments, Summed, widen
 from ngplus.layers import Batch
 from ngplus.layers.batch import Ragged, ragged_rows
@@ -87,11 +87,11 @@ class Slot:
         if self.grad.numel() == 0:
             if batch.size == 0 and not many_ranks():  # one of several ranks may have got no samples
                 raise ValueError(f"The batch that reached {matrix.name!r} has no samples: leave empty batches out")
-            if not self.call.rows or matrix.groups > 1 or not matrix.counted:
+            told = self.call.rows.get(0)
+            if told is None or matrix.groups > 1 or not matrix.counted:
                 return None  # a layer that got none of the samples, such as an expert without tokens
-            sizes = [0] * (batch.size or 0)  # of graphs without edges: samples all the same
-            m, n = matrix.layout.rows, matrix.layout.cols
-            return Segments(self.grad.new_zeros(0, m), self.grad.new_zeros(0, n), sizes)
+            left, right = (local(self.grad).new_zeros(0, size) for size in (matrix.layout.rows, matrix.layout.cols))
+            return Segments(left, right, told.sizes)
         if self.held is None:
             raise NotPerSample("its gradient came twice, of a graph that was not retained")
         try:
@@ -103,6 +103,8 @@ class Slot:
         # Tensor parallelism: inputs and gradients come in parts, by features. All ranks put them together.
         saved, grad = tuple(None if x is None else whole(x) for x in saved), whole(self.grad.reshape(self.shape))
         if not matrix.counted:
+            for ragged in self.call.rows.values():
+                ragged.used = True  # on another rank
             return None
         try:
             built = self.build(saved, grad, self.use.active, batch)
@@ -123,37 +125,37 @@ class Slot:
         return widen(built, self.use.columns, matrix.layout.cols)
 
 
+KEPT = 64  # of what was told, until a step asks whether it was of use
+
+
 class ToldRows:
     """Which rows are of which sample, as ``sample_index`` tells for each call, and whether any layer has such rows."""
 
     def __init__(self, sample_index: SampleIndex | None) -> None:
         self._sample_index = sample_index
-        self._since: list[Ragged] = []  # the last step
+        self._told: list[Ragged] = []  # not yet by the last complaint
         self._part = ""  # the class of a model of which a part was called by itself
-        self._complained = False
+        self._settled = sample_index is None  # the user has been told, or need not be
 
     @torch.no_grad()
     def of(self, args: Any, kwargs: Any) -> dict[int, Ragged]:
         """In a call of the model with these inputs."""
         rows = {} if self._sample_index is None else ragged_rows(self._sample_index(*args, **kwargs))
-        self._since += rows.values()
+        told = [ragged for length, ragged in rows.items() if length not in (0, ragged.samples)]  # not one row each
+        self._told = [*self._told, *told][-KEPT:]
         return rows
 
     def note_part(self, model: nn.Module | None) -> None:
         """A part of the model was called by itself, with inputs of its own."""
         self._part = type(model).__name__
 
-    def forget(self) -> None:
-        self._since, self._part = [], ""
-
     def complaint(self) -> str:
         """Before a step: what the user is to be told, once, where no layer had as many rows; "" for nothing."""
-        told = [ragged for ragged in self._since if len(ragged.index) != ragged.samples]  # not one for each sample
-        part = self._part
-        self.forget()
-        if self._sample_index is None or self._complained or any(ragged.used for ragged in told):
+        told, part, self._told, self._part = self._told, self._part, [], ""
+        settled = self._settled or any(ragged.used for ragged in told)
+        self._settled = settled or bool(told or part)
+        if settled:
             return ""
-        self._complained = bool(told or part)
         if told:
             found = " and of ".join(str(length) for length in sorted({len(ragged.index) for ragged in told}))
             return (

@@ -163,7 +163,6 @@ class Capture:
             slot.forget()
         if matrix is None:
             self._ready.clear()
-            self._told_rows.forget()
 
     def flush(self) -> None:
         """Hands on all that has arrived: at the step, or for study."""
@@ -202,8 +201,8 @@ class Capture:
         # Until the output is known: the most common first dimension, of the tensor with the most dimensions.
         ranked = sorted(self._leading(inputs), key=lambda s: (-self._sizes[s[0]], -s[1]))
         self._call.batch_size = self._call.expected = ranked[0][0] if ranked else None
-        for ragged in rows.values():
-            self._call.batch_size = ragged.samples
+        if rows:
+            self._call.batch_size = next(iter(rows.values())).samples
 
     def _is_called_by_itself(self) -> bool:
         """Is the call that begins a part of one that is still under way?"""

@@ -108,6 +108,7 @@ def join(uses: Sequence[Factors]) -> list[Factors]:
 
 
 def _join_same(uses: Sequence[Factors]) -> Factors:
+    uses = [use for use in uses if use.positions > 0] or uses[:1]  # a use without rows adds nothing
     lookups = [use for use in uses if isinstance(use, Lookup)]
     if len(uses) > 1 and len(lookups) == len(uses):  # more positions of the same table
         index, values = torch.cat([u.index for u in lookups], 1), torch.cat([u.values for u in lookups], 1)

@@ -30,15 +30,14 @@ class Segments(Factors):
         self.rows, self.cols = self.left.shape[-1], self.right.shape[-1]
         self._ends = list(accumulate(self.sizes))
 
-    def _of(self, samples: Tensor | slice, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-        """The rows of each of these samples."""
+    def _each(self, samples: Tensor | slice, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """The rows of each of these samples, left and right."""
         chosen = range(self.samples)[samples] if isinstance(samples, slice) else samples.tolist()
         spans = [slice(self._ends[i] - self.sizes[i], self._ends[i]) for i in chosen]
-        return [tuple(x[span] for x in tensors) for span in spans]
+        return [(self.left[span].to(dtype), self.right[span].to(dtype)) for span in spans]
 
     def gradients(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
-        each = self._of(samples, self.left.to(dtype), self.right.to(dtype))
-        return torch.stack([left.mT @ right for left, right in each])[None]
+        return torch.stack([left.mT @ right for left, right in self._each(samples, dtype)])[None]
 
     def total(self, dtype: torch.dtype) -> Tensor:
         return (self.left.to(dtype).mT @ self.right.to(dtype))[None]
@@ -48,12 +47,14 @@ class Segments(Factors):
     ) -> tuple[Tensor, Tensor]:
         if form != "gram":
             return super().pair(side, form, samples, sketch, dtype)
-        left, right = self.left.to(dtype), self.right.to(dtype)
-        curved, other = (left, right) if side == "left" else (right, left)
         pairs = []
-        for c, o in self._of(samples, curved, other if sketch is None else sketch(other)):
-            tall = o.mT @ c if len(o) > o.shape[-1] else None  # fewer rows than inner products would be
-            pairs.append((c, (o @ o.mT) @ c) if tall is None else (tall, tall))
+        for left, right in self._each(samples, dtype):
+            curved, other = (left, right) if side == "left" else (right, left)
+            other = other if sketch is None else sketch(other)
+            tall = (
+                other.mT @ curved if len(other) > other.shape[-1] else None
+            )  # fewer rows than inner products would be
+            pairs.append((curved, (other @ other.mT) @ curved) if tall is None else (tall, tall))
         return torch.cat([y for y, _ in pairs])[None], torch.cat([z for _, z in pairs])[None]
 
     def costs(self, side: str, other: int, block: int) -> dict[str, float]:

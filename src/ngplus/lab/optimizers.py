@@ -224,7 +224,7 @@ def _of_model(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Traine
 
 def _ngplus(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
     """A model whose rows are not its samples says of which sample each is."""
-    own = getattr(model, "module", model)  # inside of a DistributedDataParallel
+    own = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     return _of_model(model, cls, {**hyper, "sample_index": getattr(own, "sample_index", None)})
 
 

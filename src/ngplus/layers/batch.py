@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MOST = 16, 1000  # samples for each row, and beyond: with more, numbers are not those of the batch's own samples
+EACH, BEYOND = 16, 1000  # samples for each row, and beyond: more are hardly the batch's own, counted from 0
 
 
 class Ragged:
@@ -74,20 +74,22 @@ def ragged_rows(given: Tensor | Iterable[Tensor] | None) -> dict[int, Ragged]:
                 f"Invalid sample_index: it gave {found} (the sample of each row, whole numbers in one dimension; one "
                 "such tensor, or several)"
             )
-    each = [index.detach().long() for index in each if len(index)]
+    empty = [index for index in each if len(index) == 0]
+    each = [index for index in each if len(index)]
     if not each:
         return {}
+    each = [index.detach().to(each[0].device, torch.long) for index in each]
     smallest, largest = min(int(index.min()) for index in each), max(int(index.max()) for index in each)
     known = max(len(index) for index in each)
-    if smallest < 0 or largest >= MOST[0] * known + MOST[1]:
+    if smallest < 0 or largest >= EACH * known + BEYOND:
         raise ValueError(
             f"Invalid sample_index: it gave sample {smallest if smallest < 0 else largest} for {known} rows (the "
-            "samples of a batch are counted from 0)"
+            "samples of a batch are counted from 0; where few have rows, return torch.arange(samples) as well)"
         )
     alone = torch.arange(largest + 1, device=each[0].device)
     rows: dict[int, Ragged] = {}
     unlike = set()
-    for index in (alone, *each):
+    for index in (alone, *each, *(alone[:0] for _ in empty)):
         if len(index) not in rows:
             rows[len(index)] = Ragged(index, largest + 1)
         elif not torch.equal(rows[len(index)].index, index):
@@ -164,4 +166,4 @@ class Batch:
 
     def ragged(self, x: Tensor) -> Ragged | None:
         """Which rows of a tensor with one feature dimension are of which sample, where the user has told."""
-        return None if self.dim is None else self.rows.get(len(self.first(x)))
+        return None if self.dim is None or x.dim() == 1 else self.rows.get(len(self.first(x)))

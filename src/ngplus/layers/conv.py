@@ -64,7 +64,7 @@ class Patches:
             x = x.flip(tuple(range(4 + n, 4 + 2 * n)))
         # [samples, rows, groups, *out, in/groups, *kernel] to [groups, samples, rows, *out, *kernel, in/groups]
         x = x.permute(2, 0, 1, *range(3, 3 + n), *range(4 + n, 4 + 2 * n), 3 + n)
-        return x.reshape(*x.shape[:2], self.shape[2], -1, x.shape[-1]).mT.flatten(3)
+        return x.reshape(*x.shape[:2], self.shape[2], _prod(self._kernel), x.shape[-1]).mT.flatten(3)
 
     def _take_places(self, x: Tensor) -> Tensor:
         """The same of few channels, place by place of the kernel: a view that lies across the order of its numbers."""

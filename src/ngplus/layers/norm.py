@@ -109,7 +109,10 @@ class _ChannelNormRule(NormRule):
     """Norm layers whose features are the channels, dimension 1 of a batch whose samples are dimension 0."""
 
     def by_feature(self, module: nn.Module, x: Tensor, batch: Batch) -> Tensor:
-        return replace(batch, dim=None if batch.dim is None else 0).fold(x.movedim(1, -1))
+        return batch.fold(x.movedim(1, -1))
+
+    def _sums(self, module: nn.Module, x: Tensor, batch: Batch) -> Tensor:
+        return super()._sums(module, x, replace(batch, dim=None if batch.dim is None else 0))
 
 
 @register_layer(nn.GroupNorm)
