@@ -114,3 +114,37 @@ def assert_close(found: list[Tensor], wanted: list[Tensor], within: float = 1e-5
     for got, want in zip(found, wanted, strict=True):
         error = float((got - want).norm() / want.norm())
         assert error < within, f"{tuple(want.shape)}: {error}"
+
+
+class Graphs(nn.Module):
+    """Nodes of graphs as rows, and their sum for each graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor, graph: Tensor, graphs: int) -> Tensor:
+        shares = self.last(torch.tanh(self.first(x)))[:, 0]
+        return shares.new_zeros(graphs).index_add(0, graph, shares)
+
+
+def train_on_graphs(net: nn.Module, rank: int, world: int, **options: Any) -> None:
+    """Six graphs of unlike sizes, shared out in unlike numbers."""
+    optimizer = ngplus.NGPlus(net, sample_index=lambda x, graph, graphs: graph, update_every=2, **options)
+    whole = torch.repeat_interleave(torch.arange(6), torch.tensor([2, 7, 1, 4, 3, 5]))
+    mine = share(6, rank, world, unequal=True)
+    here = (whole >= mine.start) & (whole < mine.stop)
+    for step in range(4):
+        x = torch.randn(len(whole), 3, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        energies = net(x[here], whole[here] - mine.start, mine.stop - mine.start)
+        ((energies - 1).square().sum() * world / 6).backward()
+        optimizer.step()
+
+
+def graphs_alone() -> list[Tensor]:
+    """The parameters of one process that has them all."""
+    net = Graphs()
+    train_on_graphs(net, 0, 1)
+    return [p.detach() for p in net.parameters()]

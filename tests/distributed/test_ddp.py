@@ -206,43 +206,14 @@ def test_all_ranks_know_that_a_side_is_curved_no_more(ranks: Callable[[int], Poo
     assert all(bool(p.isfinite().all()) for p in found[0])
 
 
-class Graphs(nn.Module):
-    """Nodes of graphs as rows, and their sum for each graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 1)
-
-    def forward(self, x: Tensor, graph: Tensor, graphs: int) -> Tensor:
-        shares = self.last(torch.tanh(self.first(x)))[:, 0]
-        return shares.new_zeros(graphs).index_add(0, graph, shares)
-
-
-def of_rows(x: Tensor, graph: Tensor, graphs: int) -> Tensor:
-    return graph
-
-
 def with_graphs(rank: int, world: int, distribution: str) -> list[Tensor]:
-    """Six graphs of unlike sizes, shared out in unlike numbers."""
-    model = Graphs()
-    net = DistributedDataParallel(model) if world > 1 else model
-    optimizer = ngplus.NGPlus(net, distribution=distribution, sample_index=of_rows, update_every=2)
-    sizes = torch.tensor([2, 7, 1, 4, 3, 5])
-    whole = torch.repeat_interleave(torch.arange(6), sizes)
-    mine = setting.share(6, rank, world, unequal=True)
-    here = (whole >= mine.start) & (whole < mine.stop)
-    for step in range(4):
-        x = torch.randn(len(whole), 3, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        energies = net(x[here], whole[here] - mine.start, mine.stop - mine.start)
-        ((energies - 1).square().sum() * world / 6).backward()
-        optimizer.step()
-    return [p.detach() for p in model.parameters()]
+    net = DistributedDataParallel(setting.Graphs())
+    setting.train_on_graphs(net, rank, world, distribution=distribution)
+    return [p.detach() for p in net.parameters()]
 
 
 @pytest.mark.parametrize("distribution", ["communication", "memory"])
 def test_graphs_of_unlike_sizes(ranks: Callable[[int], Pool], distribution: str) -> None:
     found = ranks(2).run(with_graphs, distribution)
     setting.assert_same_everywhere(found)
-    setting.assert_close(found[0], with_graphs(0, 1, distribution))
+    setting.assert_close(found[0], setting.graphs_alone())

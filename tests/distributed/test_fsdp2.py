@@ -263,3 +263,15 @@ def test_fsdp1_is_refused(ranks: Callable[[int], Pool], whole: bool) -> None:
     for said in ranks(2).run(with_fsdp1, whole):
         assert len(said) == 1
         assert "fully_shard" in said[0]
+
+
+def with_graphs(rank: int, world: int) -> list[Tensor]:
+    net = fully_shard(setting.Graphs())
+    setting.train_on_graphs(net, rank, world)
+    return [p.detach().full_tensor() for p in net.parameters()]
+
+
+def test_graphs_of_unlike_sizes(ranks: Callable[[int], Pool]) -> None:
+    found = ranks(2).run(with_graphs)
+    setting.assert_same_everywhere(found)
+    setting.assert_close(found[0], setting.graphs_alone())
