@@ -51,10 +51,11 @@ class Segments(Factors):
         for left, right in self._each(samples, dtype):
             curved, other = (left, right) if side == "left" else (right, left)
             other = other if sketch is None else sketch(other)
-            tall = (
-                other.mT @ curved if len(other) > other.shape[-1] else None
-            )  # fewer rows than inner products would be
-            pairs.append((curved, (other @ other.mT) @ curved) if tall is None else (tall, tall))
+            if len(other) > other.shape[-1]:  # then G_i has fewer rows than its factors
+                tall = other.mT @ curved
+                pairs.append((tall, tall))
+            else:
+                pairs.append((curved, (other @ other.mT) @ curved))
         return torch.cat([y for y, _ in pairs])[None], torch.cat([z for _, z in pairs])[None]
 
     def costs(self, side: str, other: int, block: int) -> dict[str, float]:
