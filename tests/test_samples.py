@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import ngplus
 from ngplus.factors import Segments
 from ngplus.layers import Batch, LinearRule, linear
+from ngplus.layers.attention import _batch
 from ngplus.layers.batch import Ragged, ragged_rows
 
 SIZES = (3, 1, 5, 2)  # nodes of each graph
@@ -197,6 +198,40 @@ def test_packed_sequences(model: Callable[[], Packed], many: int, monkeypatch: p
     sequence = torch.repeat_interleave(torch.arange(SAMPLES), torch.tensor(SIZES))
     inputs = torch.randn(1, len(sequence), 3), sequence
     check(model(), inputs, torch.randn(SAMPLES), ref.rows, batch_dim=1)
+
+
+class PackedWords(nn.Module):
+    """Tokens one behind the other, [1, tokens], with a table for words and one for places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(6, 3), nn.Embedding(5, 3)
+
+    def forward(self, words: Tensor, places: Tensor, sequence: Tensor) -> Tensor:
+        y = torch.tanh(self.words(words) + self.places(places))[0].sum(1)
+        return y.new_zeros(SAMPLES).index_add(0, sequence, y)
+
+    @staticmethod
+    def index(words: Tensor, places: Tensor, sequence: Tensor) -> Tensor:
+        return sequence
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_tables_of_packed_sequences(side: str) -> None:
+    torch.manual_seed(0)
+    sequence = torch.repeat_interleave(torch.arange(SAMPLES), torch.tensor(SIZES))
+    places = torch.cat([torch.arange(size) for size in SIZES])[None]
+    inputs = torch.randint(6, (1, len(sequence))), places, sequence
+    check(PackedWords(), inputs, torch.randn(SAMPLES), ref.rows, batch_dim=1, side=side)
+
+
+def test_attention_over_as_many_positions_as_there_are_rows() -> None:
+    """Its batch dimension is not told of: each of its rows is a sample, however long its sequences are."""
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    batch = Batch(0, 2, ragged_rows(torch.tensor([0, 0, 1, 1, 1])))
+    assert _batch(attention, torch.zeros(3, 5, 4), batch).count(3) == 3
+    assert _batch(attention, torch.zeros(3, 5, 4), batch).dim == 0
+    assert _batch(attention, torch.zeros(1, 5, 4), batch).dim == 1
 
 
 class Boxes(nn.Module):

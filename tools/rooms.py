@@ -36,7 +36,7 @@ ROOMS = (
     Room(
         "capture",
         "the model's passes to factors",
-        ("calls", "capture", "compiled", "dtensor", "matrices"),
+        ("calls", "capture", "compiled", "dtensor", "matrices", "watching"),
         ("gfim", "layers"),
     ),
     Room(

@@ -22,7 +22,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,34 +32,12 @@ from torch.utils import _pytree as pytree
 from ngplus.calls import BatchDims, Build, Call, SampleIndex, Saved, Slot, ToldRows, batch_dims
 from ngplus.compiled import CompiledCalls, uncompiled
 from ngplus.factors import Factors, Summed, join
-from ngplus.layers import Batch, Watcher
-from ngplus.layers.embedding import ForAllSamples
+from ngplus.layers import Batch
 from ngplus.layers.rule import NotPerSample, no_mixed_precision
 from ngplus.matrices import ParameterMatrix, Use
+from ngplus.watching import Hook, ModuleWatcher, lie_plainly
 
 Sink = Callable[[ParameterMatrix, Factors], None]
-
-
-class _Hook:
-    """A hook that works for its capture only: in a copied or unpickled module, and once the capture is gone, it does
-    nothing. (A module that is being called may still hold hooks that have just been removed.)"""
-
-    def __init__(self, capture: weakref.ref[Capture] | None = None, function: Callable[..., Any] | None = None) -> None:
-        self.capture, self.function = capture, function
-
-    def __call__(self, *args: Any) -> Any:
-        capture = None if self.capture is None else self.capture()
-        if self.function is None or capture is None:
-            return None
-        if torch.compiler.is_compiling():  # traced with the model: in the graph only where there is something to see
-            return capture.uncompiled(self.function, *args) if capture.listening() else None
-        return self.function(*args)
-
-    def __deepcopy__(self, memo: Any) -> _Hook:
-        return _Hook()
-
-    def __reduce__(self) -> Any:
-        return _Hook, ()
 
 
 class Capture:
@@ -105,7 +82,7 @@ class Capture:
         this = weakref.ref(self)
         for group in by_rule.values():
             use = next(iter(group.values()))
-            self._handles += use.rule.watch(use.module, _ModuleWatcher(this, group))
+            self._handles += use.rule.watch(use.module, ModuleWatcher(this, group))
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if (capture := this()) is not None:
@@ -116,11 +93,11 @@ class Capture:
                 capture._after_forward(output)
 
         self._handles += [
-            model.register_forward_pre_hook(_Hook(this, before), with_kwargs=True, prepend=True),
-            model.register_forward_hook(_Hook(this, after), always_call=True),
+            model.register_forward_pre_hook(Hook(this, before), with_kwargs=True, prepend=True),
+            model.register_forward_hook(Hook(this, after), always_call=True),
         ]
         self.compiled_calls = CompiledCalls(
-            [model, *(use.module for use in uses)], this, lambda function: _Hook(this, function), self._handles
+            [model, *(use.module for use in uses)], this, lambda function: Hook(this, function), self._handles
         )
         self._finalizer = weakref.finalize(self, _remove, self._handles)
         self.uncompiled = uncompiled()  # made here, since it cannot be made while a graph is traced
@@ -301,7 +278,7 @@ class Capture:
         if not output.requires_grad or not any(use.active):
             return
         matrix = use.matrix
-        if not _lie_plainly(output, *inputs):
+        if not lie_plainly(output, *inputs):
             matrix.give_up("its module takes or gives a sparse or nested tensor")
             return
         call = self._present_call()
@@ -435,11 +412,6 @@ def _reaches(matrix: ParameterMatrix) -> bool:
     return False
 
 
-def _lie_plainly(*tensors: Tensor | None) -> bool:
-    """Are they in memory entry by entry, none of them sparse or nested?"""
-    return all(x is None or (x.layout is torch.strided and not x.is_nested) for x in tensors)
-
-
 def _hook_target(output: Tensor) -> Tensor:
     """The tensor whose hook sees the output's gradient, whatever is done to the output in place.
 
@@ -467,67 +439,3 @@ def _remove(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
-
-
-class _ModuleWatcher(Watcher):
-    """The watcher of one module: its matrices by their place in the rule's list."""
-
-    def __init__(self, capture: weakref.ref[Capture], uses: dict[int, Use]) -> None:
-        self._capture, self._uses = capture, uses
-
-    def hook(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return _Hook(self._capture, function)
-
-    def recording(self, matrix: int) -> bool:
-        capture, use = self._capture(), self._uses.get(matrix)
-        return capture is not None and use is not None and capture.recording(use.matrix)
-
-    def refuse(self, matrix: int, reason: str) -> None:
-        if matrix in self._uses:
-            self._uses[matrix].matrix.give_up(reason)
-
-    def record(self, matrix: int, output: Tensor, inputs: tuple[Tensor | None, ...], build: Build) -> None:
-        capture, use = self._capture(), self._uses.get(matrix)
-        if capture is not None and use is not None and use.matrix.armed and use.matrix.source != "batch":
-            capture.record(use, output, inputs, build)
-
-    def forward_hook(self, matrix: int) -> Callable[..., Any]:
-        use = self._uses[matrix]
-        rule, parameters = use.rule, use.matrix
-
-        def after(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
-            if not parameters.armed:  # the common case, first and cheap
-                return None
-            capture = self._capture()
-            if capture is None or not capture.recording(parameters):
-                return None
-            inputs = rule.inputs(module, args, kwargs)
-            tensors = [x for x in inputs if x is not None]
-            if not tensors or not all(isinstance(x, Tensor) for x in (output, *tensors)):
-                parameters.give_up(f"{type(module).__name__} takes or gives what is no tensor")
-                return None
-            if not (use.active[0] or rule.bias_needs_input):
-                inputs = (None,) * len(inputs)  # torch keeps no input for a bias either
-            if not _lie_plainly(output, *inputs):  # before the rule looks at them
-                parameters.give_up("its module takes or gives a sparse or nested tensor")
-                return None
-            adapted = rule.adapt(module, inputs, output, capture.batch(use))
-            summed = None
-            if parameters.known and use.active[0] and not parameters.managed:
-                summed, before = Summed(), adapted
-                adapted = rule.with_shared_gradient(module, inputs, before, summed)
-                summed = None if adapted is before else summed
-
-            def build(
-                saved: tuple[Tensor | None, ...], grad: Tensor, active: tuple[bool, ...], batch: Batch
-            ) -> Factors:
-                return rule.factors(module, saved, grad, active, batch)
-
-            watched = adapted
-            if isinstance(adapted, ForAllSamples):  # of a lookup without a batch dimension
-                reason = "its output, the same for all samples, is used in other ways than to be added"
-                watched, adapted.on_other_use = adapted.by_sample, partial(parameters.give_up, reason)
-            capture.record(use, watched, rule.kept(module, inputs, adapted), build, summed)
-            return None if adapted is output else adapted
-
-        return _Hook(self._capture, after)

@@ -172,7 +172,7 @@ class _Calls:
 def _batch(module: nn.MultiheadAttention, x: Tensor, batch: Batch) -> Batch:
     """Where the samples are: in attention's own batch dimension, or, of packed sequences, along their positions."""
     own = 0 if module.batch_first else 1
-    if batch.dim is not None and (x.dim() == 2 or x.shape[own] not in batch.rows):
+    if batch.dim is not None and (x.dim() == 2 or x.shape[own] == 1):
         along = 0 if x.dim() == 2 else 1 - own
         if x.shape[along] in batch.rows:
             return Batch(along, batch.size, batch.rows)
