@@ -6,12 +6,11 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import reference as ref
 import torch
+from graph_cases import SAMPLES, SIZES, GraphNet, graphs
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import ngplus
 from ngplus.factors import Segments
@@ -19,15 +18,7 @@ from ngplus.layers import Batch, LinearRule, linear
 from ngplus.layers.attention import _batch
 from ngplus.layers.batch import Ragged, ragged_rows
 
-SIZES = (3, 1, 5, 2)  # nodes of each graph
-SAMPLES = len(SIZES)
-
-
-@pytest.fixture(autouse=True)
-def double() -> Any:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 class Scaled(nn.Module):
@@ -55,41 +46,6 @@ class Rows(nn.Module):
     @staticmethod
     def index(x: Tensor, graph: Tensor, graphs: int) -> Tensor:
         return graph
-
-
-class GraphNet(nn.Module):
-    """A table of kinds, a filter for each edge, layers on nodes, and one on graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds = nn.Embedding(5, 4)
-        self.first = nn.Linear(4, 6)
-        self.norm = nn.LayerNorm(6)
-        self.filter = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 6, bias=False))
-        self.last = nn.Linear(6, 2)
-        self.out = nn.Linear(2, 1)
-        self.again = False
-
-    def forward(self, kinds: Tensor, edges: Tensor, features: Tensor, graph: Tensor, graphs: int) -> Tensor:
-        h = self.norm(torch.tanh(self.first(self.kinds(kinds))))
-        filters = checkpoint(self.filter, features, use_reentrant=False) if self.again else self.filter(features)
-        h = h.index_add(0, edges[1], filters * h[edges[0]])
-        return self.out(h.new_zeros(graphs, 2).index_add(0, graph, torch.tanh(self.last(h))))[:, 0]
-
-    @staticmethod
-    def index(kinds: Tensor, edges: Tensor, features: Tensor, graph: Tensor, graphs: int) -> Any:
-        return graph, graph[edges[1]]
-
-
-def graphs(shuffled: bool) -> tuple[Any, ...]:
-    """All pairs of the nodes of each graph, but for the one that has a single node, which has no edge."""
-    graph = torch.repeat_interleave(torch.arange(SAMPLES), torch.tensor(SIZES))
-    if shuffled:
-        graph = graph[torch.randperm(len(graph))]
-    pairs = ((graph[:, None] == graph) & ~torch.eye(len(graph), dtype=torch.bool)).nonzero().T
-    if shuffled:
-        pairs = pairs[:, torch.randperm(pairs.shape[1])]
-    return torch.randint(5, graph.shape), pairs, torch.randn(pairs.shape[1], 3), graph, SAMPLES
 
 
 def per_graph(model: nn.Module, inputs: tuple[Any, ...], target: Tensor) -> list[dict[str, Tensor]]:
@@ -145,7 +101,6 @@ LINEAR = [
 @pytest.mark.parametrize(("name", "many"), [*((name, 2**13) for name in LAYERS), *((name, 0) for name in LINEAR)])
 def test_every_layer_takes_rows_of_samples(name: str, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "MANY", many)
-    torch.manual_seed(0)
     make, shape, lay = LAYERS[name]
     model = Rows(make())
     graph = torch.tensor([2, 0, 0, 1, 3, 2, 2, 3, 2, 2, 0])
@@ -161,7 +116,6 @@ class Offsets(nn.EmbeddingBag):
 
 @pytest.mark.parametrize("kind", [nn.EmbeddingBag, Offsets])
 def test_bags_of_tables(kind: type[nn.EmbeddingBag]) -> None:
-    torch.manual_seed(0)
     model = Rows(kind(6, 3, mode="mean"))
     graph = torch.tensor([2, 0, 0, 1, 3, 2, 2])
     check(model, (torch.randint(6, (7, 2)), graph, SAMPLES), torch.randn(SAMPLES), ref.rows)
@@ -194,7 +148,6 @@ class Packed(nn.Module):
 )
 def test_packed_sequences(model: Callable[[], Packed], many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "MANY", many)
-    torch.manual_seed(0)
     sequence = torch.repeat_interleave(torch.arange(SAMPLES), torch.tensor(SIZES))
     inputs = torch.randn(1, len(sequence), 3), sequence
     check(model(), inputs, torch.randn(SAMPLES), ref.rows, batch_dim=1)
@@ -218,7 +171,6 @@ class PackedWords(nn.Module):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_tables_of_packed_sequences(side: str) -> None:
-    torch.manual_seed(0)
     sequence = torch.repeat_interleave(torch.arange(SAMPLES), torch.tensor(SIZES))
     places = torch.cat([torch.arange(size) for size in SIZES])[None]
     inputs = torch.randint(6, (1, len(sequence))), places, sequence
@@ -252,13 +204,11 @@ class Boxes(nn.Module):
 
 @pytest.mark.parametrize("of", [[0, 0, 1, 3, 3, 5, 7], [0, 0, 1, 3, 3], [2]])
 def test_samples_without_rows_count(of: list[int]) -> None:
-    torch.manual_seed(0)
     check(Boxes(), (torch.randn(8, 3), torch.tensor(of)), torch.randn(8), ref.rows)
 
 
 def test_one_row_for_each_sample_comes_first() -> None:
     """As many boxes as images: those of the images are right, and of the boxes each is a sample in this refresh."""
-    torch.manual_seed(0)
     model, of = Boxes(), torch.tensor([0, 0, 1, 3, 3, 3, 6, 7])
     x, target = torch.randn(8, 3), torch.randn(8)
     found = ngplus.gfim(model, nn.functional.mse_loss, (x, of), target, sample_index=Boxes.index)
@@ -269,7 +219,6 @@ def test_one_row_for_each_sample_comes_first() -> None:
 
 def test_rows_that_it_does_not_tell_of_are_samples() -> None:
     """Not folded into samples, though their number can be divided by that of the samples."""
-    torch.manual_seed(0)
     batch = Batch(0, 4, ragged_rows(torch.tensor([0, 0, 1, 2, 3, 3, 3])))
     assert batch.count(7) == 4
     assert batch.count(4) == 4
@@ -289,110 +238,8 @@ def test_positions_that_all_rows_share() -> None:
 
         index = Rows.index
 
-    torch.manual_seed(0)
     graph = torch.tensor([2, 0, 0, 1, 2, 0, 2])
     check(Placed(), (torch.randint(7, (7, 5)), graph, 3), torch.randn(3), ref.rows)
-
-
-def test_graphs_without_edges_are_samples_of_the_edges_layers() -> None:
-    """A micro-batch in which no graph has an edge counts like one in which some have."""
-    torch.manual_seed(0)
-    first = graphs(False)
-    lone = torch.tensor([1, 3]), torch.zeros(2, 0, dtype=torch.long), torch.zeros(0, 3), torch.tensor([0, 1]), 2
-    one, other = GraphNet(), GraphNet()
-    other.load_state_dict(one.state_dict())
-    options: dict[str, Any] = {"curvature": "sample"}
-    optimizers = train(one, [first, lone], 1, **options), train(other, [together(first, lone)], 1, **options)
-    for name in ("filter.0.weight", "first.weight"):
-        a, b = (optimizer.curvature(name).matrix for optimizer in optimizers)
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-
-
-def train(model: nn.Module, batches: list[tuple[Any, ...]], steps: int, **options: Any) -> ngplus.NGPlus:
-    """``steps`` steps, each of the mean over all graphs of these batches."""
-    optimizer = ngplus.NGPlus(model, sample_index=GraphNet.index, update_every=2, **options)
-    graphs = sum(inputs[-1] for inputs in batches)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        for inputs in batches:
-            (model(*inputs).square().sum() / graphs).backward()
-        optimizer.step()
-    return optimizer
-
-
-def together(*batches: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Several batches of graphs as one."""
-    kinds, edges, features, graph, count = zip(*batches, strict=True)
-    nodes = torch.tensor([0, *(len(k) for k in kinds)]).cumsum(0)
-    before = torch.tensor([0, *count]).cumsum(0)
-    shifted = [e + n for e, n in zip(edges, nodes[:-1], strict=True)]
-    own = [g + b for g, b in zip(graph, before[:-1], strict=True)]
-    return torch.cat(kinds), torch.cat(shifted, 1), torch.cat(features), torch.cat(own), int(before[-1])
-
-
-def test_micro_batches_count_together() -> None:
-    torch.manual_seed(0)
-    first, second = graphs(False), graphs(True)
-    one, other = GraphNet(), GraphNet()
-    other.load_state_dict(one.state_dict())
-    optimizers = train(one, [first, second], 4), train(other, [together(first, second)], 4)
-    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-7, atol=1e-9, msg=name)
-    a, b = (optimizer.curvature("filter.0.weight").matrix for optimizer in optimizers)
-    torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-12)
-
-
-def test_checkpointed_layers_see_the_same_samples() -> None:
-    torch.manual_seed(0)
-    inputs = graphs(True)
-    one, other = GraphNet(), GraphNet()
-    other.load_state_dict(one.state_dict())
-    other.again = True
-    optimizers = train(one, [inputs], 3), train(other, [inputs], 3)
-    a, b = (optimizer.curvature("filter.2.weight").matrix for optimizer in optimizers)
-    torch.testing.assert_close(a, b)
-
-
-def test_it_is_asked_on_refresh_steps_alone() -> None:
-    torch.manual_seed(0)
-    calls = []
-
-    def index(*inputs: Any) -> Any:
-        calls.append(len(inputs))
-        return GraphNet.index(*inputs)
-
-    model, inputs = GraphNet(), graphs(False)
-    optimizer = ngplus.NGPlus(model, sample_index=index, update_every=3, early_refreshes=False)
-    for _ in range(7):
-        optimizer.zero_grad()
-        model(*inputs).square().mean().backward()
-        optimizer.step()
-    assert len(calls) == 3
-    optimizer = ngplus.NGPlus(model, sample_index=index)  # whose first step is due for a refresh
-    with torch.no_grad():
-        model(*inputs)
-    assert len(calls) == 3
-
-
-def test_it_is_not_asked_in_eval_mode() -> None:
-    def index(*inputs: Any) -> Any:
-        raise AssertionError
-
-    model = GraphNet().eval()
-    optimizer = ngplus.NGPlus(model, sample_index=index)
-    model(*graphs(False)).sum().backward()
-    with pytest.raises(AssertionError):
-        model.train()(*graphs(False))
-    del optimizer  # without which nothing is watched
-
-
-def test_an_error_in_it_is_all_that_is_said(recwarn: pytest.WarningsRecorder) -> None:
-    model = GraphNet()
-    optimizer = ngplus.NGPlus(model, sample_index=lambda: None)
-    with pytest.raises(TypeError, match="positional"):
-        model(*graphs(False))
-    assert not list(recwarn)
-    del optimizer
 
 
 @pytest.mark.parametrize("index", [[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 2]])
@@ -412,7 +259,6 @@ def test_a_layer_without_a_batch_has_no_rows(index: list[int]) -> None:
             memory = all_samples.expand(index[-1] + 1, -1)
             return h + self.attention(memory, memory, memory, need_weights=False)[0].sum(0)
 
-    torch.manual_seed(0)
     model, x, target = Whole(), torch.randn(6, 3), torch.randn(6, 6)
     given = dict.fromkeys(("vector", "attention"))
     found = ngplus.gfim(
@@ -424,84 +270,6 @@ def test_a_layer_without_a_batch_has_no_rows(index: list[int]) -> None:
         whole = ref.rows(*(named[name] for name in names))  # of all samples as one
         wanted = ref.gfim(whole[None], found[names[0]].side)[0]
         torch.testing.assert_close(found[names[0]].matrix, wanted)
-
-
-def test_it_is_told_of_once_and_only_where_no_layer_ever_had_such_rows(recwarn: pytest.WarningsRecorder) -> None:
-    """A refresh of layers with other rows alone says nothing, after one that had them; gradients may be set to zero
-    between the passes."""
-    torch.manual_seed(0)
-    model, inputs = GraphNet(), graphs(False)
-    out = list(model.out.parameters())
-    rest = [p for p in model.parameters() if all(p is not q for q in out)]
-    groups = [{"params": rest, "update_every": 6}, {"params": out, "update_every": 2}]
-    optimizer = ngplus.NGPlus(groups, model=model, sample_index=GraphNet.index, early_refreshes=False)
-    for _ in range(5):
-        loss = model(*inputs).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert not list(recwarn)
-
-
-def test_rows_that_no_layer_has_are_told(recwarn: pytest.WarningsRecorder) -> None:
-    """As where batch_dim was forgotten."""
-    torch.manual_seed(0)
-    model, sequence = nn.Linear(3, 2), torch.tensor([0, 0, 1, 1, 1])
-    optimizer = ngplus.NGPlus(model, sample_index=lambda x: sequence, update_every=1)
-    for _ in range(2):
-        loss = model(torch.randn(1, 5, 3)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert [str(w.message)[:40] for w in recwarn] == ["sample_index tells of 5 rows, and no lay"]
-
-
-def test_a_part_of_the_model_that_is_called_by_itself_is_told() -> None:
-    model, inputs = GraphNet(), graphs(False)
-    optimizer = ngplus.NGPlus(model, sample_index=GraphNet.index)
-    model.first(model.kinds(inputs[0])).square().mean().backward()
-    with pytest.warns(UserWarning, match="a part of GraphNet was called by itself"):
-        optimizer.step()
-
-
-def test_a_copy_has_it_too() -> None:
-    torch.manual_seed(0)
-    model, inputs = GraphNet(), graphs(False)
-    optimizer = train(model, [inputs], 1)
-    assert copy.deepcopy(optimizer)._sample_index is GraphNet.index
-
-
-def test_none_is_as_if_it_were_not_given() -> None:
-    torch.manual_seed(0)
-    model, inputs = GraphNet(), graphs(False)
-    target = torch.randn(SAMPLES)
-    plain = ngplus.gfim(model, nn.functional.mse_loss, inputs, target)
-    given = ngplus.gfim(model, nn.functional.mse_loss, inputs, target, sample_index=lambda *inputs: None)
-    torch.testing.assert_close(given["first.weight"].matrix, plain["first.weight"].matrix)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (torch.zeros(3), "float32"),
-        (torch.zeros(3, 2, dtype=torch.long), r"\[3, 2\]"),
-        (torch.zeros(3, dtype=torch.bool), "bool"),
-        ([[0, 1]], r"\[0, 1\]"),
-        (torch.tensor([0, -1]), "sample -1 .*from 0"),
-        (torch.tensor([1_000_000_000_000]), "sample 1000000000000 for 1 rows .*from 0"),
-        (np.zeros(3, dtype=int), "0"),
-    ],
-)
-def test_what_is_no_index_is_refused(given: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"Invalid sample_index: .*{message}"):
-        ragged_rows(given)
-
-
-def test_what_is_no_function_is_refused() -> None:
-    with pytest.raises(ValueError, match="Invalid sample_index: tensor"):
-        ngplus.NGPlus(nn.Linear(3, 2), sample_index=torch.zeros(3))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="takes no sample_index"):
-        ngplus.NGPlus([{"params": [nn.Parameter(torch.zeros(2))], "sample_index": None}], curvature="batch")
 
 
 def test_two_that_have_as_many_rows() -> None:
