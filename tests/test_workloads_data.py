@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not DATA, reason="NGPLUS_DATA names no folder"),
     pytest.mark.usefixtures("one_thread"),
 ]
-NAMES = ("cifar10", "qm9", "materials", "multi30k", "criteo")
+NAMES = ("cifar10", "qm9", "materials", "multi30k", "criteo", "shakespeare")
 
 
 @cache
@@ -42,6 +42,14 @@ def test_cifar10() -> None:
     pixels = task.train.pixels[:500].float()
     assert (pixels[..., 1:] - pixels[..., :-1]).abs().mean() < 0.2 * pixels.std() * 2
     assert (pixels[..., 1:, :] - pixels[..., :-1, :]).abs().mean() < 0.2 * pixels.std() * 2
+
+
+def test_shakespeare() -> None:
+    task = opened("shakespeare")
+    assert (len(task.train), task.vocabulary) == (1_003_854, 65)  # as nanoGPT's prepare.py prints
+    assert len(task.validation.inputs) == 111_540 // task.context
+    inputs, targets = task.batch(0, 0)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
 
 def test_qm9() -> None:

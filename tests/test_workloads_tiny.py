@@ -37,6 +37,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "multi30k": {"model": TINY_MARIAN, "vocabulary": 60, "longest": 40, "bleu_sentences": 4, "beams": 2},
     "iwslt14": {"model": TINY_MARIAN, "vocabulary": 60, "longest": 40, "bleu_sentences": 4, "beams": 2},
     "criteo": {"model": {"dim": 4, "bottom": [8], "top": [8]}, "cap": 5},
+    "shakespeare": {
+        "model": {"context": 8, "width": 16, "heads": 2, "depth": 1},
+        "max_grad_norm": 1.0,
+        "validation": 5,
+    },
 }
 NAMES = list(OPTIONS)
 
@@ -142,6 +147,11 @@ def make_criteo(root: Path) -> None:
     (root / "a.csv").write_text("\n".join([header, *rows[30:]]) + "\n")  # later in time, earlier in name
 
 
+def make_shakespeare(root: Path) -> None:
+    root.mkdir()
+    (root / "input.txt.gz").write_bytes(gzip.compress(("\n".join(ENGLISH) * 10).encode()))
+
+
 MAKE: dict[str, Callable[[Path], None]] = {
     "cifar10": make_cifar10,
     "imagenet": make_imagenet,
@@ -150,6 +160,7 @@ MAKE: dict[str, Callable[[Path], None]] = {
     "multi30k": make_multi30k,
     "iwslt14": make_iwslt14,
     "criteo": make_criteo,
+    "shakespeare": make_shakespeare,
 }
 
 
@@ -282,6 +293,7 @@ DAMAGE = {
     "multi30k": "train.en.gz",
     "iwslt14": "IWSLT14.TED.tst2010.de-en.en.xml",
     "criteo": "a.csv",
+    "shakespeare": "input.txt.gz",
 }
 
 

@@ -23,7 +23,9 @@ OptimizerNames = Annotated[
     str,
     typer.Option("--optimizers", "--optimizer", "-o", help=f"all, or some of {_OPTIMIZERS}, with commas between."),
 ]
-PresetName = Annotated[str, typer.Option("--preset", help="The size: small, up to a minute on one core, or paper.")]
+PresetName = Annotated[
+    str, typer.Option("--preset", help="The size: small, seconds on one core; standard, minutes; or paper.")
+]
 Data = Annotated[
     Path | None,
     typer.Option("--data", envvar="NGPLUS_DATA", help="The folder with the data sets, one folder for each workload."),

@@ -229,11 +229,14 @@ def configure(
     run = {key: value for key, value in tuned.run.items() if getattr(size, key, None) == getattr(original, key, None)}
     size = replace(size, **{key: value for key, value in run.items() if key != "damping_decay"})
     schedules.parse(size.schedule)
+    settings = {**rival.defaults, **(tuned.hyper if hyper is None else hyper), **own}
+    if size.decay is not None and "weight_decay" in rival.options() and "weight_decay" not in own:
+        settings["weight_decay"] = size.decay / settings["lr"]
     return Config(
         workload=workload.name,
         preset=preset,
         optimizer=optimizer,
-        hyper={**rival.defaults, **(tuned.hyper if hyper is None else hyper), **own},
+        hyper=settings,
         seed=seed,
         steps=size.steps,
         batch_size=size.batch_size,

@@ -360,6 +360,8 @@ def _train_step(task: Task, model: nn.Module, optimizer: optimizers.Trainer, bat
         if not math.isfinite(value):
             raise Divergence(f"the loss became {value}")
         loss.backward()
+    if math.isfinite(task.max_grad_norm):
+        nn.utils.clip_grad_norm_(model.parameters(), task.max_grad_norm)
     try:
         optimizer.step()
     except RuntimeError as error:  # torch's own LinAlgError is one

@@ -18,6 +18,7 @@ _WORKLOADS: dict[str, tuple[str, str]] = {
     "multi30k": ("multi30k", "Multi30k"),
     "iwslt14": ("iwslt14", "Iwslt14"),
     "criteo": ("criteo", "Criteo"),
+    "shakespeare": ("shakespeare", "Shakespeare"),
 }
 
 

@@ -6,6 +6,7 @@ all that a training loop needs. Batches depend on the seed and the step alone, s
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,10 +31,13 @@ class Preset:
     schedule: str = "cosine"  # the schedule family, the same for every optimizer
     warmup: int = 0  # steps
     options: Mapping[str, Any] = field(default_factory=dict)  # of the model and the data
+    decay: float | None = None  # lr * weight_decay of every optimizer; None leaves each its own weight_decay
 
 
 class Task(ABC):
     """A workload with its data in memory."""
+
+    max_grad_norm: float = math.inf  # gradients with a larger norm, over all parameters, are scaled down to it
 
     @abstractmethod
     def model(self) -> nn.Module:

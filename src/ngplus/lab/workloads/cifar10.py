@@ -164,6 +164,24 @@ class Cifar10(Workload):
                 "test": 1000,
             },
         ),
+        "standard": Preset(
+            steps=2_340,
+            batch_size=128,
+            evaluate_every=78,
+            warmup=100,
+            target=0.75,
+            decay=5e-4,
+            options={
+                "model": {
+                    "stem_stride": 2,
+                    "embedding_size": 16,
+                    "hidden_sizes": [16, 32, 64],
+                    "depths": [1, 1, 1],
+                    "layer_type": "basic",
+                    "downsample_in_first_stage": False,
+                },
+            },
+        ),
         # The paper has no CIFAR-10; this is the usual ResNet-18 for 32 pixels with the usual length of training.
         "paper": Preset(
             steps=78_000,

@@ -17,7 +17,7 @@ from matscipy.neighbours import neighbour_list
 from ngplus.lab.workloads.base import Preset, Workload
 from ngplus.lab.workloads.files import Arrays, Folder, cached, folder
 from ngplus.lab.workloads.recipe import Recipe
-from ngplus.lab.workloads.schnet import Crystals, EnergyTask, paper, recipes, small, split
+from ngplus.lab.workloads.schnet import Crystals, EnergyTask, paper, recipes, small, split, standard
 
 HELP = """The 3,938 crystals of Faber et al. are the set "flla" of https://hackingmaterials.lbl.gov/matminer/; put it at
   DATA/materials/flla_2015.csv.gz      (or flla_2015.csv)
@@ -88,6 +88,7 @@ class Materials(Workload):
     higher_is_better = False
     presets: ClassVar[Mapping[str, Preset]] = {
         "small": small(target=0.371, train=3_400),
+        "standard": standard(target=0.15, steps=1_600, train=3_400, validation=500),
         # the paper's set, 69,000 crystals, is larger than this one
         "paper": paper(target=0.05, epoch=34, cutoff=5.0, train=3_400, validation=500),
     }

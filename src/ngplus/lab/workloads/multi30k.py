@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ngplus.lab.workloads.base import Preset, Workload
 from ngplus.lab.workloads.files import folder
-from ngplus.lab.workloads.translation import OPTIONAL, TranslationTask, open_task, paper, read_pair, small
+from ngplus.lab.workloads.translation import OPTIONAL, TranslationTask, open_task, paper, read_pair, small, standard
 
 HELP = """Get Multi30k's task 1 from https://github.com/multi30k/dataset (data/task1/raw) and lay it out as
   DATA/multi30k/train.de.gz, train.en.gz, val.de.gz, val.en.gz, test_2016_flickr.de.gz, test_2016_flickr.en.gz
@@ -23,6 +23,7 @@ class Multi30k(Workload):
     optional: ClassVar[Mapping[str, Any]] = OPTIONAL
     presets: ClassVar[Mapping[str, Preset]] = {
         "small": small(target=3.67),
+        "standard": standard(target=2.0),
         # The paper has no Multi30k; this is its IWSLT14 model, with a vocabulary for 29,000 captions.
         "paper": paper(target=1.60, steps=10_000, evaluate_every=200, warmup=1_000, vocabulary=8_000),
     }

@@ -12,7 +12,7 @@ import torch
 from ngplus.lab.workloads.base import Preset, Workload
 from ngplus.lab.workloads.files import Arrays, Folder, cached, folder
 from ngplus.lab.workloads.recipe import Recipe
-from ngplus.lab.workloads.schnet import EnergyTask, Molecules, paper, recipes, small, split
+from ngplus.lab.workloads.schnet import EnergyTask, Molecules, paper, recipes, small, split, standard
 
 HELP = """QM9 is at https://doi.org/10.6084/m9.figshare.c.978904 (public domain). Lay it out as
   DATA/qm9/qm9.npz
@@ -55,6 +55,7 @@ class QM9(Workload):
     higher_is_better = False
     presets: ClassVar[Mapping[str, Preset]] = {
         "small": small(target=0.687, train=10_000),
+        "standard": standard(target=0.2, steps=2_400, train=50_000, validation=1_000),
         # the target is SchNet's published error
         "paper": paper(target=0.014, epoch=1_100, cutoff=10.0, train=110_000, validation=10_000),
     }

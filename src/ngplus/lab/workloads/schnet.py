@@ -188,6 +188,13 @@ def small(target: float, train: int) -> Preset:
     return Preset(steps=300, batch_size=16, evaluate_every=15, target=target, warmup=10, options=options)
 
 
+def standard(target: float, steps: int, train: int, validation: int) -> Preset:
+    options = {"model": _model(64, 3, 25, 5.0), "train": train, "validation": validation}
+    return Preset(
+        steps, batch_size=32, evaluate_every=steps // 40, target=target, warmup=100, decay=0.0, options=options
+    )
+
+
 def paper(target: float, epoch: int, cutoff: float, train: int, validation: int) -> Preset:
     """100 epochs of so many steps, with SchNetPack's model and batch; the paper names neither."""
     options = {"model": _model(128, 6, 50, cutoff), "train": train, "validation": validation, "loss_unit": "eV"}
