@@ -394,12 +394,27 @@ RIVALS: dict[str, Rival] = {
 }
 
 
+# Forms of NGAdam before one was chosen, for tools/standard_runs.py. The commands take them, too, and do not list them.
+_ROOTS = "ngplus.lab.candidates:Roots"
+CANDIDATES: dict[str, Rival] = {
+    name: Rival(name, title, _ROOTS, _of_model, {"lr": 0.005, **hyper}, {"lr": _ADAM_LR})
+    for name, title, hyper in (
+        ("roots-1", "Roots in every step", {"update_every": 1}),
+        ("roots-5", "Roots every 5 steps", {"update_every": 5}),
+        ("roots-20", "Roots every 20 steps", {"update_every": 20}),
+        ("roots-5-sample", "Roots every 5 steps, begun per sample", {"update_every": 5, "sample_steps": 5}),
+    )
+}
+
+
 def names() -> list[str]:
     return list(RIVALS)
 
 
 def get(name: str) -> Rival:
     """The rival of that name; an unknown one is refused with the nearest name."""
+    if name in CANDIDATES:
+        return CANDIDATES[name]
     check_name(name, RIVALS, "optimizer")
     return RIVALS[name]
 

@@ -1,0 +1,243 @@
+"""Candidates for the update of NGAdam: plain optimizers that were compared before one was chosen (docs/decision.md).
+
+With moving averages L of G G^T and R of G^T G, and the momentum M, the direction of a matrix is
+
+    D = sqrt(tr L) (L + lambda I)^(-1/2) M (R + lambda I)^(-1/2)
+
+:func:`roots_step` is that update without blocks. :class:`Roots` is the optimizer. It cuts long sides into blocks, takes
+Adam for vectors, and Adafactor's factored second moment, which is the same formula with diagonal L and R, for tables.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
+
+State = dict[str, Any]
+
+
+def inverse_root(x: Tensor, damping: Tensor) -> Tensor:
+    """(x + damping I)^(-1/2) of a symmetric positive semi-definite matrix, or of each of a batch."""
+    values, vectors = torch.linalg.eigh(x)
+    return (vectors * (values.clamp_min(0) + damping).rsqrt().unsqueeze(-2)) @ vectors.mT
+
+
+def roots_step(
+    gradient: Tensor,
+    state: State,
+    betas: tuple[float, float] = (0.9, 0.95),
+    damping: float = 0.01,
+    update_every: int = 5,
+) -> Tensor:
+    """The direction D of a matrix, before the learning rate. ``state`` begins empty.
+
+    ``damping`` is relative: lambda is ``damping`` times the mean eigenvalue of L, and of R. The root mean square of D
+    is at most 1, that of Adam's first step.
+    """
+    m, n = gradient.shape
+    if not state:
+        zeros = {"momentum": (m, n), "left": (m, m), "right": (n, n)}
+        state.update({key: gradient.new_zeros(size) for key, size in zeros.items()}, step=0)
+    state["step"] += 1
+    correction1, correction2 = (1 - beta ** state["step"] for beta in betas)
+    state["momentum"].lerp_(gradient, 1 - betas[0])
+    state["left"].lerp_(gradient @ gradient.mT, 1 - betas[1])
+    state["right"].lerp_(gradient.mT @ gradient, 1 - betas[1])
+    if is_due(state["step"], update_every):
+        left, right = state["left"] / correction2, state["right"] / correction2
+        trace = left.trace().clamp_min(torch.finfo(left.dtype).tiny)
+        state["left_root"] = inverse_root(left, damping * trace / m) * trace.sqrt()
+        state["right_root"] = inverse_root(right, damping * trace / n)
+    ahead = state["momentum"].lerp(gradient, 1 - betas[0]) / correction1  # Nesterov's momentum
+    direction = state["left_root"] @ ahead @ state["right_root"]
+    return direction / direction.square().mean().sqrt().clamp_min(1.0)
+
+
+def is_due(step: int, update_every: int) -> bool:
+    """Roots are made anew at the steps 1, 2, 3, 4, 6, and every ``update_every`` steps from the first one on."""
+    return step in (1, 2, 3, 4, 6) or (step - 1) % update_every == 0
+
+
+# ------------------------------------------------------------------------------------------------ blocks
+
+
+def block_size(length: int, other: int, unit: int = 1) -> int:
+    """Rows of a block of a side: all up to 160, else equal blocks of 128 or fewer; 1, a diagonal matrix, for a side
+    longer than 640 and than five times the other one. Blocks of a convolution hold whole kernels of ``unit`` numbers.
+    """
+    if length <= 160:
+        return length
+    if length > 640 and length >= 5 * other:
+        return 1
+    units = length // unit
+    blocks = math.ceil(units / max(1, (128 if unit == 1 else 144) // unit))
+    return unit * math.ceil(units / blocks)
+
+
+def to_blocks(x: Tensor, rows: int, cols: int) -> Tensor:
+    """[..., m, n] as [..., a, b, rows, cols], with zeros at the end where a block is not full."""
+    m, n = x.shape[-2:]
+    a, b = math.ceil(m / rows), math.ceil(n / cols)
+    padded = F.pad(x, (0, b * cols - n, 0, a * rows - m))
+    return padded.unflatten(-1, (b, cols)).unflatten(-3, (a, rows)).transpose(-3, -2)
+
+
+def from_blocks(x: Tensor, m: int, n: int) -> Tensor:
+    return x.transpose(-3, -2).flatten(-4, -3).flatten(-2, -1)[..., :m, :n]
+
+
+def products(gradients: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+    """The sums over gradients [S, m, n] of G G^T and G^T G, in diagonal blocks [a, rows, rows] and [b, cols, cols]."""
+    cut = to_blocks(gradients, rows, cols)  # [S, a, b, rows, cols]
+    left = cut.permute(1, 3, 0, 2, 4).flatten(2)
+    right = cut.permute(2, 4, 0, 1, 3).flatten(2)
+    return left @ left.mT, right @ right.mT
+
+
+# ------------------------------------------------------------------------------------------------ the optimizer
+
+
+class Roots(torch.optim.Optimizer):
+    """:func:`roots_step` for every matrix of a model, in blocks.
+
+    With ``sample_steps``, the products of the first steps come from per-sample gradients, scaled to the trace of those
+    of the mini-batch gradient.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 0.005,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        eps: float = 1e-8,
+        damping: float = 0.01,
+        update_every: int = 5,
+        sample_steps: int = 0,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps, "damping": damping}
+        super().__init__([p for p in model.parameters() if p.requires_grad], {**defaults, "update_every": update_every})
+        self.tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+        self.samples = SampleGradients(model) if sample_steps else None
+        self.sample_steps = sample_steps
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                gradient = param.grad.to_dense() if param.grad.is_sparse else param.grad
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                made = adam_direction if param.ndim < 2 else self._direction
+                direction = made(param, gradient, state, group)
+                param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * direction)
+        if self.samples is not None and all(s["step"] >= self.sample_steps for s in self.state.values()):
+            self.samples.remove()
+
+    def _direction(self, param: Tensor, gradient: Tensor, state: State, group: dict[str, Any]) -> Tensor:
+        (beta1, beta2), step = group["betas"], state["step"]
+        g = gradient.flatten(1)
+        m, n = g.shape
+        table = param in self.tables
+        rows = 1 if table else block_size(m, n)
+        cols = 1 if table else block_size(n, m, param[0, 0].numel() if param.ndim > 2 else 1)
+        left, right = products(g[None], rows, cols)
+        if self.samples is not None and step <= self.sample_steps:
+            own = self.samples.pop(param)
+            if own is not None:
+                left, right = (_like(x, y) for x, y in zip(products(own, rows, cols), (left, right), strict=True))
+        if "momentum" not in state:
+            state.update(momentum=torch.zeros_like(g), left=torch.zeros_like(left), right=torch.zeros_like(right))
+        state["momentum"].lerp_(g, 1 - beta1)
+        state["left"].lerp_(left, 1 - beta2)
+        state["right"].lerp_(right, 1 - beta2)
+        if is_due(step, group["update_every"]):
+            correction = 1 - beta2**step
+            trace = (_trace(state["left"]) / correction).clamp_min(torch.finfo(g.dtype).tiny)
+            state["left_root"] = _root(state["left"] / correction, group["damping"] * trace / m) * trace.sqrt()
+            state["right_root"] = _root(state["right"] / correction, group["damping"] * trace / n)
+        ahead = to_blocks(state["momentum"].lerp(g, 1 - beta1) / (1 - beta1**step), rows, cols)
+        direction = from_blocks(state["left_root"].unsqueeze(1) @ ahead @ state["right_root"], m, n)
+        return (direction / direction.square().mean().sqrt().clamp_min(1.0)).view_as(param)
+
+
+def adam_direction(param: Tensor, gradient: Tensor, state: State, group: dict[str, Any]) -> Tensor:
+    """Adam's direction with Nesterov's momentum."""
+    (beta1, beta2), step = group["betas"], state["step"]
+    if "momentum" not in state:
+        state.update(momentum=torch.zeros_like(gradient), second=torch.zeros_like(gradient))
+    state["momentum"].lerp_(gradient, 1 - beta1)
+    state["second"].lerp_(gradient.square(), 1 - beta2)
+    ahead = state["momentum"].lerp(gradient, 1 - beta1) / (1 - beta1**step)
+    return ahead / ((state["second"] / (1 - beta2**step)).sqrt() + group["eps"])
+
+
+def _root(x: Tensor, damping: Tensor) -> Tensor:
+    return (x + damping).rsqrt() if x.shape[-1] == 1 else inverse_root(x, damping)
+
+
+def _trace(x: Tensor) -> Tensor:
+    return x.diagonal(dim1=-2, dim2=-1).sum()
+
+
+def _like(x: Tensor, other: Tensor) -> Tensor:
+    """Scaled to the trace of another matrix."""
+    return x * (_trace(other) / _trace(x).clamp_min(torch.finfo(x.dtype).tiny))
+
+
+class SampleGradients:
+    """Per-sample gradients of linear and convolution layers that are called once in a pass, by hooks.
+
+    Samples are the first dimension of a layer's input, or what the model's ``sample_index`` says.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.index: list[Tensor] = []
+        self.found: dict[Tensor, list[Tensor]] = {}
+        self.handles: list[RemovableHandle] = [model.register_forward_pre_hook(self._read_index)]
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Conv2d) and getattr(module, "groups", 1) == 1:
+                self.handles.append(module.register_forward_hook(self._on_forward))
+
+    def _read_index(self, model: nn.Module, args: Any) -> None:
+        own = getattr(model, "sample_index", None)
+        self.index = list(own(*args)) if own is not None else []
+
+    def _on_forward(self, module: Any, args: tuple[Tensor], output: Tensor) -> None:
+        if output.requires_grad:
+            inputs = args[0].detach()
+            output.register_hook(lambda gradient: self._on_backward(module, inputs, gradient))
+
+    def _on_backward(self, module: Any, inputs: Tensor, gradient: Tensor) -> None:
+        with torch.no_grad():
+            if isinstance(module, nn.Conv2d):
+                geometry: Any = {name: getattr(module, name) for name in ("dilation", "padding", "stride")}
+                a = F.unfold(inputs, module.kernel_size, **geometry).mT
+                g = gradient.flatten(2).mT
+            elif index := [i for i in self.index if len(i) == len(inputs)]:
+                count = int(self.index[0].max()) + 1
+                each = gradient.unsqueeze(2) * inputs.unsqueeze(1)
+                self.found.setdefault(module.weight, []).append(
+                    each.new_zeros(count, *each.shape[1:]).index_add(0, index[0], each)
+                )
+                return
+            else:
+                a, g = (x.reshape(len(x), -1, x.shape[-1]) for x in (inputs, gradient))
+            self.found.setdefault(module.weight, []).append(g.mT @ a)
+
+    def pop(self, param: Tensor) -> Tensor | None:
+        """[S, m, n], where the layer was called once."""
+        found = self.found.pop(param, [])
+        return found[0] if len(found) == 1 else None
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.found.clear()
