@@ -30,6 +30,7 @@ from ngplus.lab.tune import TUNING_SEED
 WORKLOADS = ("shakespeare", "multi30k", "cifar10", "qm9", "materials")
 BASELINE, RIVALS = "adamw", ("adamw", "soap", "muon")
 SEEDS = (0, 1, 2)
+SCORES = {"whole_loss": "loss on the whole validation text", "bleu": "BLEU on the test set"}
 FIRST_RATES = {"adamw": (0.001, 0.002, 0.004, 0.008)}
 OTHER_RATES = (0.0025, 0.005, 0.01, 0.02)
 
@@ -184,10 +185,6 @@ def steps_to(curve: Iterable[tuple[int, float]], level: float, higher_is_better:
     return math.inf
 
 
-def mean_final(rows: Sequence[Row]) -> float:
-    return statistics.mean(math.nan if row["final"] is None else row["final"] for row in rows)
-
-
 def share_of_budget(rows: Sequence[Row], level: float) -> float:
     """Steps of the mean curve to a level, as a part of all its steps."""
     curve = mean_curve(rows)
@@ -206,11 +203,13 @@ def geometric_mean(values: Sequence[float]) -> float:
 def tables(rows: list[Row]) -> list[str]:
     """Final measure, steps to the baseline's final measure, and steps to that of the best rival, of each optimizer."""
     tasks = [w for w in WORKLOADS if compared(rows, w, BASELINE)]
+    if not tasks:
+        return [f"{BASELINE}, which the others are compared with, has no runs on the seeds of the comparison yet"]
     names = list(dict.fromkeys(row["optimizer"] for row in rows))
     names = [name for name in names if all(compared(rows, task, name) for task in tasks)]
     head = "| optimizer | " + " | ".join(tasks) + " | geometric mean |"
     rule = "| --- " * (len(tasks) + 2) + "|"
-    finals = {task: {name: mean_final(compared(rows, task, name)) for name in names} for task in tasks}
+    finals = {task: {name: mean_curve(compared(rows, task, name))[-1][1] for name in names} for task in tasks}
     lines = ["Final measure: mean and standard deviation over the seeds; error against the baseline's", "", head, rule]
     for name in names:
         cells = []
@@ -234,6 +233,21 @@ def tables(rows: list[Row]) -> list[str]:
             own_steps = [share_of_budget(compared(rows, t, name), level(t)) for t in tasks]
             cells = [f"{value:.3f}" if value < math.inf else "not reached" for value in own_steps]
             lines.append(f"| {name} | " + " | ".join(cells) + f" | {geometric_mean(own_steps):.3f} |")
+    return lines + scores(rows, tasks, names)
+
+
+def scores(rows: list[Row], tasks: Sequence[str], names: Sequence[str]) -> list[str]:
+    """What is measured once, at the end of a run: the mean and the standard deviation over the seeds."""
+    lines = []
+    for task in tasks:
+        for key in SCORES:
+            cells = {}
+            for name in names:
+                own = [row[key] for row in compared(rows, task, name) if row.get(key) is not None]
+                if len(own) > 1:
+                    cells[name] = f"{name} {statistics.mean(own):.4g} ± {statistics.stdev(own):.2g}"
+            if cells:
+                lines += ["", f"{task}, {SCORES[key]}: " + "; ".join(cells.values())]
     return lines
 
 
