@@ -21,12 +21,13 @@ comparison: demo ## the picture of the README, from make demo's runs but the pap
 	$(BIN)/ngplus report $$(ls -d runs/digits-small/*-seed* | grep -v ngplus-paper) --out runs/comparison.html --brief
 	cp runs/comparison.png runs/comparison-dark.png docs/pictures/
 
-test: lint types ## set up, then run all checks: ruff, mypy, the full test suite
+test: lint types ## set up, then run all checks: ruff, import-linter, mypy, the full test suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-lint: $(VENV)/.dev ## ruff: rules and formatting
+lint: $(VENV)/.dev ## ruff: rules and formatting; import-linter: imports go one way
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 types: $(VENV)/.dev ## mypy, strict on src/ngplus
 	$(BIN)/mypy
@@ -40,7 +41,6 @@ docs: $(VENV)/.dev ## the documentation site in site/, strict: no broken links
 	@echo "open site/index.html; with search: $(BIN)/python -m http.server --directory site"
 
 pictures: $(VENV)/.dev ## draw the pictures of docs/ that are made from the code
-	$(BIN)/python tools/rooms.py --draw
 	$(BIN)/python tools/method_pictures.py
 	$(BIN)/python tools/valley_picture.py
 
@@ -56,7 +56,7 @@ dist: $(VENV)/.dev $(VENV)/.release ## wheel and sdist in dist/, checked; the co
 install: $(VENV)/.dev ## set up .venv with everything that development needs
 
 clean: ## remove .venv, caches and build output
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # torch first, by itself, so that nothing installed later can choose another build of it.

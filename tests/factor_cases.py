@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ngplus.blocks import Cut
-from ngplus.factors import (
+from ngplus.fisher.blocks import Cut
+from ngplus.fisher.factors import (
     Bags,
     Factors,
     Joined,

@@ -15,7 +15,7 @@ from plain_adaptive import PlainDefault
 from torch import Tensor, nn
 
 import ngplus
-from ngplus import matrices
+from ngplus.capture import matrices
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ngplus
-from ngplus import adaptive, alike
+from ngplus.preconditioners import buckets, eigenbasis
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -50,7 +50,7 @@ def trained(
 
 
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alike, "SMALL", 0)
+    monkeypatch.setattr(buckets, "SMALL", 0)
 
 
 def assert_equal(one: nn.Module, other: nn.Module) -> None:
@@ -80,14 +80,14 @@ def test_the_steps_are_those_of_each_matrix_alone(options: dict[str, Any], monke
 
 def test_equal_matrices_go_through_a_step_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[int]] = []
-    real = alike.bundled
+    real = buckets.bundled
 
-    def watched(*arguments: Any) -> list[alike.Bundle]:
+    def watched(*arguments: Any) -> list[buckets.Bundle]:
         made = real(*arguments)
         seen.append(sorted(len(bundle.places) for bundle in made))
         return made
 
-    monkeypatch.setattr(adaptive, "bundled", watched)
+    monkeypatch.setattr(eigenbasis, "bundled", watched)
     model, optimizer = trained(8)
     # The table and the last layer, the two wide ones, three norms and four layers. At the first step nothing is there
     # yet, after the second and the eighth there is a refresh, and the steps between take what the one before has found.

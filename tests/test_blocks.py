@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngplus.blocks import Cut, even_size
+from ngplus.fisher.blocks import Cut, even_size
 
 GROUPS = (1, 3)
 DIMENSIONS = [

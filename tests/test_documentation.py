@@ -49,11 +49,11 @@ OBJECTS = dict(public_objects())
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
     """Examples register rules and draw random numbers; the next test sees none of it."""
-    kept = dict(ngplus.layers.rule._RULES)
+    kept = dict(ngplus.capture.layers.base._RULES)
     torch.manual_seed(0)
     yield
-    ngplus.layers.rule._RULES.clear()
-    ngplus.layers.rule._RULES.update(kept)
+    ngplus.capture.layers.base._RULES.clear()
+    ngplus.capture.layers.base._RULES.update(kept)
 
 
 def reasons() -> Iterator[str]:

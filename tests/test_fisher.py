@@ -27,8 +27,8 @@ from factor_cases import (
     rows,
 )
 
-from ngplus.blocks import BothSides
-from ngplus.factors import (
+from ngplus.fisher.blocks import BothSides
+from ngplus.fisher.factors import (
     Bags,
     Factors,
     Joined,
@@ -40,8 +40,8 @@ from ngplus.factors import (
     join,
     widen,
 )
-from ngplus.fisher import gfim_root, gfim_sum, gfim_sums, shares_gradients
-from ngplus.sketch import KINDS, Sketch, SketchSpec
+from ngplus.fisher.products import gfim_root, gfim_sum, gfim_sums, shares_gradients
+from ngplus.fisher.sketch import KINDS, Sketch, SketchSpec
 
 # ------------------------------------------------------------------------------------------------ the factors
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ngplus.blocks import Cut
-from ngplus.factors import (
+from ngplus.fisher.blocks import Cut
+from ngplus.fisher.factors import (
     Bags,
     Factors,
     Joined,
@@ -24,7 +24,7 @@ from ngplus.factors import (
     Outer,
     Rows,
 )
-from ngplus.fisher import choose_form, gfim_root, gfim_sum
+from ngplus.fisher.products import choose_form, gfim_root, gfim_sum
 
 # ------------------------------------------------------------------------------------------------ the cost model
 

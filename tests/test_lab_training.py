@@ -121,7 +121,7 @@ def test_sigkill_at_random_moments_gives_the_same_curve(tmp_path: Path) -> None:
     """Real processes, real kills; the last one is left to end."""
     training.run(config(steps=300, evaluate_every=4), Tiny(), tmp_path / "whole")
     context = multiprocessing.get_context("forkserver")  # imports once, then forks
-    context.set_forkserver_preload(["torch.utils.tensorboard", "ngplus.lab.training", "ngplus.optimizer"])
+    context.set_forkserver_preload(["torch.utils.tensorboard", "ngplus.lab.training", "ngplus.optimizers.ngplus"])
     chance = random.Random(0)
     kills = 0
     for attempt in range(20):

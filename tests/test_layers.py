@@ -16,7 +16,7 @@ from layer_cases import CASES, Case, doubled, each, joined, randn, squared
 from torch import Tensor, nn
 
 import ngplus
-from ngplus.layers import norm
+from ngplus.capture.layers import norm
 
 LAMBDA = 0.3
 

@@ -14,7 +14,7 @@ from linear_cases import LAMBDA, PAPER, SHAPES, batches, compare, loss_fn, matri
 from torch import Tensor, nn
 
 import ngplus
-from ngplus import solve
+from ngplus.fisher import inverses
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -192,7 +192,7 @@ def test_sketched_least_squares_is_exact_for_an_orthogonal_sketch() -> None:
 @pytest.mark.parametrize("kind", ["uniform", "gaussian", "countsketch", "srht"])
 def test_sketched_least_squares_solves_the_sketched_problem(kind: str) -> None:
     """-(G - U Z) / lambda with Z from the sketched problem, for the very Omega that the optimizer drew."""
-    from ngplus.sketch import Sketch, SketchSpec
+    from ngplus.fisher.sketch import Sketch, SketchSpec
 
     model = nn.Linear(40, 12)
     optimizer = ngplus.NGPlus(model, lr=0.1, solver="sketched", sketch={"size": 7, "kind": kind}, seed=3, **PAPER)
@@ -320,8 +320,8 @@ def test_momentum_inside_the_product_is_momentum_after_it(
         torch.manual_seed(3)
         model, used = make(), []
         with monkeypatch.context() as patch:
-            add_to = solve.Product.add_to
-            patch.setattr(solve.Product, "add_to", lambda *args: (used.append(1), add_to(*args)))
+            add_to = inverses.Product.add_to
+            patch.setattr(inverses.Product, "add_to", lambda *args: (used.append(1), add_to(*args)))
             if not short:
                 patch.setattr(ngplus.NGPlus, "_products", lambda self, work: None)
             optimizer = ngplus.NGPlus(model, lr=0.05, update_every=2, **{**PAPER, "momentum": 0.9, **options})
@@ -340,8 +340,8 @@ def test_momentum_inside_the_product_in_memory_of_another_order() -> None:
     a, b = torch.randn(1, 4, 3), torch.randn(1, 3, 6)
     buffer = torch.randn(4, 6)
     turned = buffer.mT.contiguous().mT
-    solve.Product([(a, b)]).add_to(buffer, 0.9)
-    solve.Product([(a, b)]).add_to(turned, 0.9)
+    inverses.Product([(a, b)]).add_to(buffer, 0.9)
+    inverses.Product([(a, b)]).add_to(turned, 0.9)
     torch.testing.assert_close(buffer, turned)
 
 

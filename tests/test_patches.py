@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from ngplus.layers.conv import FEW_CHANNELS, Patches
+from ngplus.capture.layers.conv import FEW_CHANNELS, Patches
 
 CASES = {
     "plain": ((FEW_CHANNELS, 7, 6), (3, 3), (1, 1), (1, 1), 1),
@@ -93,7 +93,7 @@ def test_outer_products_by_a_convolution_for_each_sample(
     case: str, rows: int, flip: bool, side: str, ones: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape, kernel, stride, dilation, groups = CASES[case]
-    monkeypatch.setattr("ngplus.layers.conv.ONE_BY_ONE", {"many channels": 0, "few channels": 0})
+    monkeypatch.setattr("ngplus.capture.layers.conv.ONE_BY_ONE", {"many channels": 0, "few channels": 0})
     torch.manual_seed(0)
     made = Patches(torch.randn(3 * rows, *shape).to(dtype), kernel, stride, dilation, groups, 3, flip)
     taken = _calls_of(monkeypatch, made)

@@ -1,12 +1,30 @@
-"""The public interface changes only on purpose: ``tests/public_interface.txt`` lists it."""
+"""The public interface changes only on purpose: ``tests/public_interface.txt`` lists it. The lab takes nothing else."""
 
 from __future__ import annotations
 
+import ast
 import difflib
-
-from test_rooms import tool
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
 
 import ngplus
+
+ROOT = Path(__file__).resolve().parents[1]
+PUBLIC_MODULES = ("ngplus.baselines", "ngplus.layers", "ngplus.online", "ngplus.schedules")
+
+
+def tool(name: str) -> ModuleType:
+    """A script of tools/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
 
 interface = tool("public_interface")
 
@@ -21,3 +39,32 @@ def test_every_public_name_is_there() -> None:
     assert all(hasattr(ngplus, name) for name in ngplus.__all__)
     listed = interface.FILE.read_text()
     assert all(f"ngplus.{name}" in listed for name in ngplus.__all__)
+
+
+def test_the_lab_takes_public_attributes_only() -> None:
+    """import-linter sees modules; here are the attributes: ``ngplus.x``, and what comes from a public module."""
+    wrong = []
+    for path in (ROOT / "src" / "ngplus" / "lab").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ngplus":
+                if node.attr not in ngplus.__all__ and node.attr != "__version__":
+                    wrong.append(f"{path.name}, line {node.lineno}: ngplus.{node.attr}")
+            elif isinstance(node, ast.ImportFrom) and node.module in PUBLIC_MODULES:
+                public = getattr(importlib.import_module(node.module), "__all__", ())
+                wrong += [f"{path.name}: {node.module}.{a.name}" for a in node.names if a.name not in public]
+    assert not wrong, wrong
+
+
+def test_every_module_has_a_docstring() -> None:
+    for path in (ROOT / "src" / "ngplus").rglob("*.py"):
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
+
+
+def test_import_brings_torch_only() -> None:
+    """A fresh interpreter in which everything but torch's own needs is out of reach."""
+    code = (
+        "import sys, torch; before = {m.split('.')[0] for m in sys.modules}; import ngplus, ngplus.baselines; "
+        "new = {m.split('.')[0] for m in sys.modules} - before - set(sys.stdlib_module_names); print(sorted(new))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['ngplus']"

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import ngplus
-from ngplus import faults, solve
-from ngplus.curvature import Fresh, drift
+from ngplus.fisher import inverses
+from ngplus.preconditioners.curvature import Fresh, drift
+from ngplus.utils import finite
 
 
 def data(steps: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
@@ -115,8 +116,8 @@ def test_an_error_in_the_background_comes_up_in_the_step(monkeypatch: pytest.Mon
     def broken(*args: Any) -> Any:
         raise RuntimeError("out of memory in the background")
 
-    monkeypatch.setattr("ngplus.curvature.solve.dense_inverse", broken)
-    monkeypatch.setattr("ngplus.curvature.solve.woodbury_core", broken)
+    monkeypatch.setattr("ngplus.preconditioners.curvature.inverses.dense_inverse", broken)
+    monkeypatch.setattr("ngplus.preconditioners.curvature.inverses.woodbury_core", broken)
     with pytest.raises(RuntimeError, match="in the background"):
         train(net, optimizer, batches[1:])
 
@@ -183,16 +184,16 @@ def test_options_that_make_no_sense_are_refused(bad: dict[str, Any]) -> None:
 def test_saving_counts_what_the_background_has_met(monkeypatch: pytest.MonkeyPatch, seen: tuple[str, ...]) -> None:
     """As the step does that would have taken the result up: the fault is in health(), and where the host does not look
     the last good inverse stays."""
-    monkeypatch.setattr(faults, "SEEN", seen)
+    monkeypatch.setattr(finite, "SEEN", seen)
     net, batches = model(), data(3)
     optimizer = ngplus.NGPlus(net, scaling="inverse", damping=0.5, update_every=2, background=2, solver="dense")
     train(net, optimizer, batches[:2])
-    inverse = solve._cholesky_inverse
+    inverse = inverses._cholesky_inverse
 
     def failing(matrix: Tensor) -> tuple[Tensor, Tensor]:
         return inverse(matrix)[0], torch.ones(len(matrix), dtype=torch.bool)
 
-    monkeypatch.setattr(solve, "_cholesky_inverse", failing)
+    monkeypatch.setattr(inverses, "_cholesky_inverse", failing)
     good = optimizer.state[net[0].weight]["inverse"].clone()
     train(net, optimizer, batches[2:])
     kept = torch.equal(optimizer.state_dict()["state"][0]["inverse"], good)

@@ -12,7 +12,7 @@ from graph_cases import SAMPLES, GraphNet, graphs, together, train
 from torch import nn
 
 import ngplus
-from ngplus.layers.batch import ragged_rows
+from ngplus.capture.samples import ragged_rows
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -13,10 +13,11 @@ from graph_cases import SAMPLES, SIZES, GraphNet, graphs
 from torch import Tensor, nn
 
 import ngplus
-from ngplus.factors import Segments
-from ngplus.layers import Batch, LinearRule, linear
-from ngplus.layers.attention import _batch
-from ngplus.layers.batch import Ragged, ragged_rows
+from ngplus.capture.layers import linear
+from ngplus.capture.layers.attention import _batch
+from ngplus.capture.samples import Ragged, ragged_rows
+from ngplus.fisher.factors import Segments
+from ngplus.layers import Batch, LinearRule
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ngplus.baselines import SENG
 from ngplus.baselines import seng as seng_module
-from ngplus.factors import Lookup, Outer, Rows
+from ngplus.fisher.factors import Lookup, Outer, Rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

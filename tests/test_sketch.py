@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngplus.sketch import KINDS, Sketch, SketchSpec, hadamard
+from ngplus.fisher.sketch import KINDS, Sketch, SketchSpec, hadamard
 
 SPECS = {kind: SketchSpec(4, kind) for kind in KINDS} | {"no replacement": SketchSpec(4, "uniform", replacement=False)}
 

@@ -11,10 +11,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ngplus
-from ngplus import solve
-from ngplus.factors import base
-from ngplus.faults import Trouble
-from ngplus.sketch import KINDS, Sketch, SketchSpec
+from ngplus.fisher import inverses
+from ngplus.fisher.factors import base
+from ngplus.fisher.sketch import KINDS, Sketch, SketchSpec
+from ngplus.utils.finite import Trouble
 
 BLOCKS = (1, 3)
 DIMENSIONS = (1, 2, 5)
@@ -46,7 +46,7 @@ def orthogonal(d: int) -> Sketch:
 def test_damped_leaves_its_argument_alone() -> None:
     matrix = random(2, 3, 3)
     before = matrix.clone()
-    torch.testing.assert_close(solve.damped(matrix, number(0.5)), matrix + 0.5 * torch.eye(3, dtype=torch.float64))
+    torch.testing.assert_close(inverses.damped(matrix, number(0.5)), matrix + 0.5 * torch.eye(3, dtype=torch.float64))
     assert torch.equal(matrix, before)
 
 
@@ -56,7 +56,7 @@ def test_damped_leaves_its_argument_alone() -> None:
 def test_dense_inverse(blocks: int, d: int, damping: float) -> None:
     u, g = random(blocks, d, d + 3), random(blocks, d, 7, seed=1)
     matrix = u @ u.mT
-    inverse = solve.dense_inverse(matrix, number(damping))
+    inverse = inverses.dense_inverse(matrix, number(damping))
     torch.testing.assert_close(inverse @ g, exact(matrix, damping, g), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(inverse, inverse.mT, rtol=0, atol=0)
 
@@ -68,7 +68,7 @@ def test_dense_inverse(blocks: int, d: int, damping: float) -> None:
 def test_woodbury(blocks: int, d: int, r: int, damping: float) -> None:
     """NOTES' first misprint: both terms carry 1/lambda."""
     u, g, lam = random(blocks, d, r), random(blocks, d, 7, seed=1), number(damping)
-    got = solve.woodbury_apply(u, solve.woodbury_core(u, lam), lam, g)
+    got = inverses.woodbury_apply(u, inverses.woodbury_core(u, lam), lam, g)
     torch.testing.assert_close(got, exact(u @ u.mT, damping, g), rtol=1e-9, atol=1e-9 / damping)
 
 
@@ -78,7 +78,7 @@ def test_woodbury(blocks: int, d: int, r: int, damping: float) -> None:
 @pytest.mark.parametrize("blocks", BLOCKS)
 def test_sketched_least_squares_with_an_orthogonal_sketch_is_exact(blocks: int, d: int, r: int, damping: float) -> None:
     u, g, lam, omega = random(blocks, d, r), random(blocks, d, 7, seed=1), number(damping), orthogonal(d)
-    got = solve.sketched_apply(u, solve.sketched_core(u, lam, omega), lam, g, omega)
+    got = inverses.sketched_apply(u, inverses.sketched_core(u, lam, omega), lam, g, omega)
     torch.testing.assert_close(got, exact(u @ u.mT, damping, g), rtol=1e-9, atol=1e-9 / damping)
 
 
@@ -99,7 +99,7 @@ def test_least_squares_form_equals_woodbury(r: int, damping: float) -> None:
     assert z.shape == (2, r, 5)
     wanted = (g - u @ z) / damping
     torch.testing.assert_close(wanted, exact(u @ u.mT, damping, g), rtol=1e-8, atol=1e-8 / damping)
-    by_woodbury = solve.woodbury_apply(u, solve.woodbury_core(u, lam), lam, g)
+    by_woodbury = inverses.woodbury_apply(u, inverses.woodbury_core(u, lam), lam, g)
     torch.testing.assert_close(by_woodbury, wanted, rtol=1e-8, atol=1e-8 / damping)
 
 
@@ -113,10 +113,10 @@ def test_sketched_least_squares_solves_the_sketched_problem(kind: str, q: int) -
     omega = sketch(torch.eye(d, dtype=torch.float64)).mT  # q x m, as in the paper
     assert omega.shape == (q, d)
     z = stacked_least_squares(omega @ u, omega @ g, damping)
-    core = solve.sketched_core(u, lam, sketch)
+    core = inverses.sketched_core(u, lam, sketch)
     assert core.shape == (2, r, q)
     torch.testing.assert_close(core @ (omega @ g), z, rtol=1e-9, atol=1e-9)
-    got = solve.sketched_apply(u, core, lam, g, sketch)
+    got = inverses.sketched_apply(u, core, lam, g, sketch)
     torch.testing.assert_close(got, (g - u @ z) / damping, rtol=1e-9, atol=1e-9)
 
 
@@ -130,7 +130,7 @@ def test_longer_sketches_come_closer_to_the_exact_direction(kind: str) -> None:
         total = 0.0
         for seed in range(16):
             sketch = Sketch(SketchSpec(q, kind), d, seed)
-            got = solve.sketched_apply(u, solve.sketched_core(u, lam, sketch), lam, g, sketch)
+            got = inverses.sketched_apply(u, inverses.sketched_core(u, lam, sketch), lam, g, sketch)
             total += float((got - want).norm())
         return total
 
@@ -142,10 +142,10 @@ def test_longer_sketches_come_closer_to_the_exact_direction(kind: str) -> None:
 def test_eigenbasis(blocks: int, d: int) -> None:
     u = random(blocks, d, d + 1)
     matrix = u @ u.mT
-    values, vectors = solve.eigenbasis(matrix)
+    values, vectors = inverses.eigenbasis(matrix)
     assert values.shape == (blocks, d)
     assert vectors.shape == (blocks, d, d)
-    torch.testing.assert_close(solve.from_eigenbasis(values, vectors), matrix)
+    torch.testing.assert_close(inverses.from_eigenbasis(values, vectors), matrix)
     torch.testing.assert_close(vectors.mT @ vectors, torch.eye(d, dtype=torch.float64).expand(blocks, d, d))
     assert bool((values.diff(dim=-1) >= 0).all())
 
@@ -155,10 +155,10 @@ def test_eigenbasis(blocks: int, d: int) -> None:
 def test_eigenbasis_at_any_scale(d: int, scale: float) -> None:
     u = random(2, d, d + 1).float()
     matrix = (u @ u.mT) / (u @ u.mT).abs().max() * scale
-    values, vectors = solve.eigenbasis(matrix)
+    values, vectors = inverses.eigenbasis(matrix)
     assert values.isfinite().all()
     torch.testing.assert_close(vectors.mT @ vectors, torch.eye(d).expand(2, d, d), rtol=1e-5, atol=1e-5)
-    again = solve.from_eigenbasis(values, vectors)
+    again = inverses.from_eigenbasis(values, vectors)
     torch.testing.assert_close(again, matrix, rtol=1e-4, atol=1e-5 * scale + 1e-38)
 
 
@@ -171,15 +171,15 @@ def test_eigenbasis_where_float32_does_not_converge(monkeypatch: pytest.MonkeyPa
             raise torch.linalg.LinAlgError("the algorithm failed to converge")
         return plain(x)
 
-    size = solve.SMALL + 4  # below it float64 comes first
+    size = inverses.SMALL + 4  # below it float64 comes first
     matrix = (u := random(2, size, size + 1)) @ u.mT / size
     monkeypatch.setattr(torch.linalg, "eigh", eigh)
     trouble = Trouble()
-    values, vectors = solve.eigenbasis(matrix.float(), trouble)
+    values, vectors = inverses.eigenbasis(matrix.float(), trouble)
     assert trouble.retried is not None
     assert trouble.plain is None
     assert values.dtype == vectors.dtype == torch.float32
-    torch.testing.assert_close(solve.from_eigenbasis(values, vectors).double(), matrix, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(inverses.from_eigenbasis(values, vectors).double(), matrix, rtol=1e-4, atol=1e-4)
 
 
 def test_eigenbasis_of_a_null_space_does_not_follow_rounding() -> None:
@@ -187,8 +187,8 @@ def test_eigenbasis_of_a_null_space_does_not_follow_rounding() -> None:
     u = random(1, 8, 3)
     matrix = u @ u.mT
     noise = 1e-15 * random(1, 8, 8)
-    first = solve.eigenbasis(matrix)[1]
-    second = solve.eigenbasis(matrix + noise + noise.mT)[1]
+    first = inverses.eigenbasis(matrix)[1]
+    second = inverses.eigenbasis(matrix + noise + noise.mT)[1]
     overlap = (first.mT @ second).abs()
     torch.testing.assert_close(overlap, torch.eye(8, dtype=torch.float64)[None], rtol=0, atol=1e-4)
 
@@ -211,7 +211,7 @@ def is_usable(inverse: Tensor) -> None:
 @pytest.mark.parametrize("d", [1, 3, 8])
 def test_singular_matrix_without_damping(d: int, rank: int, scale: float, dtype: torch.dtype) -> None:
     u = random(2, d, rank).to(dtype)
-    is_usable(solve.dense_inverse(scale * (u @ u.mT), number(0.0, dtype)))
+    is_usable(inverses.dense_inverse(scale * (u @ u.mT), number(0.0, dtype)))
 
 
 @pytest.mark.parametrize("damping", [1e-20, 1e-8, 1e-3, 1.0])
@@ -221,7 +221,7 @@ def test_scales_in_float32(d: int, scale: float, damping: float) -> None:
     """Full rank: right to float32's rounding where lambda I + L is well conditioned, usable everywhere."""
     u = random(2, d, 4 * d).float()
     matrix = scale * (u @ u.mT)
-    inverse = solve.dense_inverse(matrix, number(damping, torch.float32))
+    inverse = inverses.dense_inverse(matrix, number(damping, torch.float32))
     is_usable(inverse)
     want = exact(matrix, float(number(damping, torch.float32)), torch.eye(d, dtype=torch.float64).expand(2, d, d))
     torch.testing.assert_close(inverse.double(), want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
@@ -235,18 +235,18 @@ def test_indefinite_by_rounding(scale: float, relative: float) -> None:
     u = random(1, 6, 2).float()
     matrix = scale * (u @ u.mT - 1e-6 * torch.eye(6))
     assert float(torch.linalg.eigvalsh(matrix.double()).min()) < -damping
-    is_usable(solve.dense_inverse(matrix, number(damping, torch.float32)))
+    is_usable(inverses.dense_inverse(matrix, number(damping, torch.float32)))
 
 
 @pytest.mark.parametrize("damping", [0.0, 0.5])
 def test_hopeless_matrix_becomes_the_plain_gradient_step(damping: float) -> None:
     """What no damping of the ladder makes definite: a multiple of the identity."""
     matrix = torch.tensor([[[1.0, 1e12], [1e12, 1.0]]])
-    inverse = solve.dense_inverse(matrix, number(damping, torch.float32))
+    inverse = inverses.dense_inverse(matrix, number(damping, torch.float32))
     is_usable(inverse)
     torch.testing.assert_close(inverse, inverse[:, :1, :1] * torch.eye(2))
     if damping:
-        last = damping * solve.GROWTH**solve.RETRIES
+        last = damping * inverses.GROWTH**inverses.RETRIES
         torch.testing.assert_close(inverse, torch.eye(2)[None] / last)  # over the last damping tried
 
 
@@ -255,7 +255,7 @@ def test_a_failure_leaves_the_other_blocks_exact() -> None:
     matrix = u @ u.mT
     want = torch.linalg.inv(matrix.double())
     matrix[1] = torch.ones(4, 4) - 0.1 * torch.eye(4)  # indefinite
-    inverse = solve.dense_inverse(matrix, number(0.0, torch.float32))
+    inverse = inverses.dense_inverse(matrix, number(0.0, torch.float32))
     is_usable(inverse)
     for block in (0, 2):
         torch.testing.assert_close(inverse[block].double(), want[block], rtol=1e-3, atol=1e-4)
@@ -264,8 +264,8 @@ def test_a_failure_leaves_the_other_blocks_exact() -> None:
 def test_a_block_does_not_depend_on_its_neighbours() -> None:
     """A small singular block beside a large one gets the damping of its own scale, not of the other's."""
     small, large = 1e-8 * torch.ones(3, 3), 1e8 * torch.eye(3)
-    alone = solve.dense_inverse(small[None], number(0.0, torch.float32))
-    both = solve.dense_inverse(torch.stack([small, large]), number(0.0, torch.float32))
+    alone = inverses.dense_inverse(small[None], number(0.0, torch.float32))
+    both = inverses.dense_inverse(torch.stack([small, large]), number(0.0, torch.float32))
     torch.testing.assert_close(both[0], alone[0])
     torch.testing.assert_close(both[1], torch.eye(3) / 1e8)
 
@@ -279,8 +279,8 @@ def test_low_rank_solvers_stay_finite_in_float32(scale: float) -> None:
     omega = orthogonal(6)
     want = exact(u @ u.mT, float(lam), g)
     for got in (
-        solve.woodbury_apply(u, solve.woodbury_core(u, lam), lam, g),
-        solve.sketched_apply(u, solve.sketched_core(u, lam, omega), lam, g, omega),
+        inverses.woodbury_apply(u, inverses.woodbury_core(u, lam), lam, g),
+        inverses.sketched_apply(u, inverses.sketched_core(u, lam, omega), lam, g, omega),
     ):
         assert got.isfinite().all()
         torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=1e-3 * float(want.abs().max()))
@@ -309,5 +309,5 @@ def test_devices_without_float64(monkeypatch: pytest.MonkeyPatch, options: dict[
             optimizer.step()
         assert optimizer.curvature("0.weight").matrix.isfinite().all()
         hopeless = -torch.eye(3, dtype=torch.float32)[None]
-        assert solve.dense_inverse(hopeless, torch.zeros((), dtype=torch.float32)).isfinite().all()
+        assert inverses.dense_inverse(hopeless, torch.zeros((), dtype=torch.float32)).isfinite().all()
     assert all(bool(p.isfinite().all()) for p in model.parameters())

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import ngplus
-from ngplus import steady
-from ngplus.captured import CapturedOptimizer
+from ngplus.optimizers import step_cache
+from ngplus.optimizers.base import CapturedOptimizer
 
 
 class Model(nn.Module):
@@ -99,12 +99,12 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("small", [steady.SMALL, 0], ids=["small", "large"])
+@pytest.mark.parametrize("small", [step_cache.SMALL, 0], ids=["small", "large"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_steps_are_those_of_the_long_way(
     options: dict[str, Any], small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steady, "SMALL", small)
+    monkeypatch.setattr(step_cache, "SMALL", small)
     long = count(monkeypatch)
     found = trained(**options)
     assert len(long) < 12  # of 16: the way that is tested here was taken

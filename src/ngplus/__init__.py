@@ -1,20 +1,18 @@
-"""NG+ for PyTorch: natural gradient in matrix form. Here are the public names; docs/architecture.md has the rooms.
-
-On the way from gradient to step: the door to it.
-"""
+"""NG+ for PyTorch: natural gradient in matrix form. Public names; docs/architecture.md describes the folders."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from ngplus import layers, online, schedules
-from ngplus.health import Health, HealthWarning, LayerHealth
-from ngplus.layers import register_layer
-from ngplus.loads import Load
+from ngplus.capture.layers import register_layer
+from ngplus.diagnostics.gfim import gfim
+from ngplus.diagnostics.health import Health, HealthWarning, LayerHealth
+from ngplus.diagnostics.load import Load
+from ngplus.diagnostics.plan import Plan, PlanRow
 from ngplus.online import OnlineNGPlus
-from ngplus.optimizer import Curvature, NGPlus
-from ngplus.plan import Plan, PlanRow
-from ngplus.preconditioner import Preconditioner
-from ngplus.study import gfim
+from ngplus.optimizers.ngplus import NGPlus
+from ngplus.optimizers.preconditioner import Preconditioner
+from ngplus.preconditioners.curvature import Curvature
 
 if TYPE_CHECKING:
     from ngplus import baselines

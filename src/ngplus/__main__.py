@@ -1,7 +1,4 @@
-"""``python -m ngplus``: the ``ngplus`` command.
-
-On the way from gradient to step: beside it, the door to the laboratory.
-"""
+"""``python -m ngplus``: the ``ngplus`` command."""
 
 from ngplus.lab import main
 

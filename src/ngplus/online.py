@@ -9,8 +9,6 @@ of K at Z. For Z in K and any Y in that cone, the gap between the projection pro
 1/2 ||Z - V + L^-1 Y||_L^2, and strong convexity turns it into a distance:
 
     ||Z - Proj(V)||_L <= ||Z - V + L^-1 Y||_L.
-
-On the way from gradient to step: a way of its own; it shares nothing with the others.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 For learning rates take torch.optim.lr_scheduler: the paper's strategies are PolynomialLR (its "exponential" one,
 a0 (1 - epoch/max_epoch)^rate), CosineAnnealingLR with eta_min=0.001, and LinearLR before them in a SequentialLR for the
 warm-up. ``docs/settings.md`` shows each.
-
-On the way from gradient to step: beside it; they change lambda between steps.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ngplus
-from ngplus import matrices
+from ngplus.capture import matrices
 
 STEPS, BATCH = 20, 12
 LR = 0.02

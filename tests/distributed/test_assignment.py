@@ -6,8 +6,8 @@ import pytest
 from torch import nn
 
 import ngplus
-from ngplus.blocks import Cut
-from ngplus.sync import assign, cost_of
+from ngplus.distributed.collectives import assign, cost_of
+from ngplus.fisher.blocks import Cut
 
 
 def loads(costs: list[float], owners: list[int], ranks: int) -> list[float]:

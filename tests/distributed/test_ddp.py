@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ngplus
 from distributed import setting
 from distributed.pool import Pool
-from ngplus.gradients import agree
+from ngplus.optimizers.gradients import agree
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import ngplus
-from ngplus import layout
+from ngplus.optimizers import checkpoints
 
 STORED = Path(__file__).parent / "stored"
 
@@ -50,7 +50,7 @@ def test_a_checkpoint_from_before_there_were_versions_loads(name: str) -> None:
     optimizer = ngplus.NGPlus(model, lr=0.01, update_every=2, **held["options"])
     optimizer.load_state_dict(held["optimizer"])
     group = optimizer.param_groups[0]
-    assert (group["step"], group["state_version"]) == (3, layout.VERSION)
+    assert (group["step"], group["state_version"]) == (3, checkpoints.VERSION)
     kept = held["optimizer"]["state"][0]
     for key in ("basis", "exp_avg", "inverse", "curvature"):
         if key in kept:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngplus import faults
-from ngplus.faults import LARGE, norms_of
+from ngplus.utils import finite
+from ngplus.utils.finite import LARGE, norms_of
 
 ROWS = 256
 COLS = LARGE // ROWS
@@ -40,13 +40,13 @@ def test_norms_are_those_of_the_numbers(dtype: torch.dtype) -> None:
 
 def test_large_tensors_alone_go_to_blas(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    real = faults._length
+    real = finite._length
 
     def watched(vector: Tensor) -> Tensor:
         sizes.append(len(vector))
         return real(vector)
 
-    monkeypatch.setattr(faults, "_length", watched)
+    monkeypatch.setattr(finite, "_length", watched)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         norms_of(tensors(dtype))
     assert sizes == [LARGE, 4 * LARGE] * 2  # neither the transposed one nor 16 bits

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ngplus
-from ngplus import faults, health, solve
 from ngplus.baselines import KFAC, SENG
-from ngplus.faults import Trouble
+from ngplus.diagnostics import health
+from ngplus.fisher import inverses
+from ngplus.utils import finite
+from ngplus.utils.finite import Trouble
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Sparse invariant checks")
 
@@ -41,7 +43,7 @@ every_method = pytest.mark.parametrize("options", METHODS.values(), ids=METHODS)
 def looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Does the host see the flags?"""
     if request.param == "device":
-        monkeypatch.setattr(faults, "SEEN", ())
+        monkeypatch.setattr(finite, "SEEN", ())
     return bool(request.param == "host")
 
 
@@ -80,7 +82,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def finite(optimizer: Any, model: nn.Module) -> bool:
+def all_finite(optimizer: Any, model: nn.Module) -> bool:
     kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     return all(bool(t.isfinite().all()) for t in [*model.parameters(), *kept] if t.is_floating_point())
 
@@ -110,7 +112,7 @@ class UnderWay:
 @pytest.fixture
 def nothing_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """And of every way past the dispatcher, too, in a step that no one can look into."""
-    if faults.SEEN:
+    if finite.SEEN:
         return
     monkeypatch.setattr(health, "_on_its_way", lambda counts: (counts, UnderWay()))
     for name in ("tolist", "item", "__bool__", "__float__", "__int__", "numpy", "cpu"):
@@ -129,7 +131,7 @@ def test_a_good_step_never_waits(
 
     A sketched solver has another seed in each refresh, so that the last good state cannot be chosen by a device.
     """
-    if options.get("solver") == "sketched" and not faults.SEEN:
+    if options.get("solver") == "sketched" and not finite.SEEN:
         pytest.skip("the host looks, once a refresh")
     model = net()
     optimizer = ngplus.NGPlus(model, lr=1e-3, update_every=2, **options)
@@ -196,7 +198,7 @@ def test_a_bad_gradient_skips_the_step(
     assert found.skipped == 1
     assert found.steps == first + 1
     assert found["4.weight"].gradients == 1
-    assert finite(optimizer, model)
+    assert all_finite(optimizer, model)
     assert not same(before, parameters(model))
     told = [str(w.message) for w in caught if w.category is ngplus.HealthWarning and "Gradients" in str(w.message)]
     assert len(told) == 1
@@ -225,7 +227,7 @@ def test_a_skipped_step_leaves_no_trace(options: dict[str, Any], looks: bool) ->
 
 
 def test_warnings_can_be_errors() -> None:
-    if not faults.SEEN:
+    if not finite.SEEN:
         pytest.skip("a device tells later")
     model = net()
     optimizer = ngplus.NGPlus(model)
@@ -251,7 +253,7 @@ def test_rivals_skip_as_well(kind: Any) -> None:
     assert same(before, parameters(model))
     assert optimizer.health().skipped == 1
     train(model, optimizer, 3)
-    assert finite(optimizer, model)
+    assert all_finite(optimizer, model)
 
 
 def test_the_preconditioner_gives_zeros_for_a_bad_gradient() -> None:
@@ -291,7 +293,7 @@ def test_overflow_of_float16_with_a_grad_scaler(unscale: bool, looks: bool) -> N
             scaler.step(optimizer)
             scaler.update()
             moved += not same(before, parameters(model))
-            assert finite(optimizer, model)
+            assert all_finite(optimizer, model)
     found = optimizer.health()
     assert 5 < moved < 35
     assert found.steps == moved
@@ -345,11 +347,11 @@ def test_curvature_that_overflows_leaves_the_last_good_one(options: dict[str, An
         if first:
             assert kept
             assert all(torch.equal(now[key], v) for key, v in kept.items())
-        assert finite(optimizer, model)
+        assert all_finite(optimizer, model)
         assert optimizer.health()["0.weight"].dropped == 1
         go(0.0)
     assert sum("The curvature of 0.weight" in str(w.message) for w in caught) == 1
-    assert finite(optimizer, model)
+    assert all_finite(optimizer, model)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-20, 1e-10, 1.0, 1e10, 1e20], ids=str)
@@ -370,7 +372,7 @@ def test_hostile_curvature(scale: float, condition: float, damping: float | str,
             # The refresh sees gradients of that scale, its root: L is of the scale itself.
             (math.sqrt(scale) * model(x)).sum().backward()
             optimizer.step()
-    assert finite(optimizer, model)
+    assert all_finite(optimizer, model)
 
 
 def test_a_step_that_overflows_is_left_out() -> None:
@@ -391,7 +393,7 @@ def test_a_step_that_overflows_is_left_out() -> None:
         optimizer.step()
         optimizer.step()
     assert not same(before, parameters(model))
-    assert finite(optimizer, model)
+    assert all_finite(optimizer, model)
     assert sum("The step of weight" in str(w.message) for w in caught) == 1
 
 
@@ -420,7 +422,7 @@ INDEFINITE = torch.tensor([[[1.0, 0.0], [0.0, -1e-3]]])
 @pytest.mark.parametrize(("matrix", "plain"), [(INDEFINITE, False), (HOPELESS, True)])
 def test_trouble_tells_how_far_the_ladder_was_climbed(matrix: Tensor, plain: bool) -> None:
     trouble = Trouble(climb=True)
-    inverse = solve.dense_inverse(matrix, torch.tensor(1e-4), trouble)
+    inverse = inverses.dense_inverse(matrix, torch.tensor(1e-4), trouble)
     assert inverse.isfinite().all()
     assert trouble.retried is not None
     assert bool(trouble.retried)
@@ -430,7 +432,7 @@ def test_trouble_tells_how_far_the_ladder_was_climbed(matrix: Tensor, plain: boo
 def test_without_a_look_a_failure_is_the_plain_step_and_is_noted(looks: bool) -> None:
     trouble = Trouble()
     matrix = torch.cat([INDEFINITE, torch.eye(2)[None]])
-    inverse = solve.dense_inverse(matrix, torch.tensor(1e-4), trouble)
+    inverse = inverses.dense_inverse(matrix, torch.tensor(1e-4), trouble)
     assert trouble.retried is not None
     assert bool(trouble.retried)
     torch.testing.assert_close(inverse[1], torch.eye(2) / (1 + 1e-4))
@@ -454,14 +456,14 @@ def test_a_failure_on_a_device_keeps_the_last_good_inverse_and_is_helped_at_the_
 
     good = go()
     calls: list[int] = []
-    real = solve._cholesky_inverse
+    real = inverses._cholesky_inverse
 
     def attempt(matrix: Tensor) -> tuple[Tensor, Tensor]:
         calls.append(1)
         inverse, failed = real(matrix)
         return inverse, torch.ones_like(failed) if len(calls) in (1, 2) else failed
 
-    monkeypatch.setattr(solve, "_cholesky_inverse", attempt)
+    monkeypatch.setattr(inverses, "_cholesky_inverse", attempt)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         second, third = go(), go()
@@ -485,7 +487,7 @@ def test_an_eigendecomposition_that_fails_in_every_precision(monkeypatch: pytest
     monkeypatch.setattr(torch.linalg, "eigh", eigh)
     with pytest.warns(ngplus.HealthWarning, match="'adaptive' plain Adam"):
         train(model, optimizer, 3)
-    assert finite(optimizer, model)
+    assert all_finite(optimizer, model)
     assert optimizer.health()["4.weight"].plain == 2  # Adam, in the plain basis: after 0 and 2 steps
     assert torch.equal(optimizer.state[model[4].weight]["basis"][0], torch.eye(6))
 

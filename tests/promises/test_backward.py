@@ -150,7 +150,7 @@ def test_gradients_that_stay_are_not_looked_at(model: Make, monkeypatch: pytest.
             (loss_fn(model(x[i : i + 2]), y[i : i + 2]) / 3).backward()
         optimizer.step()
 
-    monkeypatch.setattr("ngplus.gathering._is_zero", look)
+    monkeypatch.setattr("ngplus.capture.collector._is_zero", look)
     check(model(), *data(4), train)
 
 

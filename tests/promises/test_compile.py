@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import ngplus
-from ngplus import matrices
+from ngplus.capture import matrices
 
 pytestmark = pytest.mark.usefixtures("double", "fresh_compiler")
 

@@ -1,7 +1,4 @@
-"""What the rivals share beside the frame of :mod:`ngplus.captured`.
-
-On the way from gradient to step: the same as NG+'s, in the frame of captured.
-"""
+"""What the rivals share beside the frame of :mod:`ngplus.optimizers.base`."""
 
 from __future__ import annotations
 
@@ -11,12 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from ngplus.calls import BatchDims
-from ngplus.captured import CapturedOptimizer
-from ngplus.curvature import Gathered, Group, State
-from ngplus.dtensor import many_ranks
-from ngplus.matrices import ParameterMatrix
-from ngplus.plan import Plan, PlanRow, unless_frozen
+from ngplus.capture.accumulator import Gathered
+from ngplus.capture.calls import BatchDims
+from ngplus.capture.matrices import ParameterMatrix
+from ngplus.diagnostics.plan import Plan, PlanRow, unless_frozen
+from ngplus.optimizers.base import CapturedOptimizer
+from ngplus.utils.dtensor import many_ranks
+from ngplus.utils.typing import Group, State
 
 # The options of NG+ that the shared functions read, and that the rivals do not have.
 _NEUTRAL: dict[str, Any] = {
@@ -31,7 +29,7 @@ class Batches(Gathered):
     """What a refresh has gathered: the rival's own, and the counts that NG+ keeps as well."""
 
     def scale(self, group: Group, grad_scale: Tensor | float) -> Tensor | float:
-        """What makes a captured gradient that of a sample's own loss: see :func:`ngplus.curvature.per_sample`."""
+        """What makes a captured gradient that of a sample's own loss: see ``curvature.per_sample``."""
         return (self.samples if group["loss_reduction"] == "mean" else 1) / grad_scale
 
 

@@ -1,7 +1,4 @@
-"""KFAC with the empirical Fisher, as the NG+ paper compares with it: sqrt(lambda) I on both Kronecker factors.
-
-On the way from gradient to step: refresh and direction, in the frame of captured.
-"""
+"""KFAC with the empirical Fisher, as the NG+ paper compares with it: sqrt(lambda) I on both Kronecker factors."""
 
 from __future__ import annotations
 
@@ -13,17 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from ngplus import fisher, solve
 from ngplus.baselines.common import Batches, Rival
-from ngplus.calls import BatchDims
-from ngplus.captured import Direction, Work
-from ngplus.curvature import Gathered, Group, State
-from ngplus.factors import Factors, Joined, Outer
-from ngplus.factors.base import take
-from ngplus.faults import Trouble, all_finite, look
-from ngplus.gradients import captured_scale
-from ngplus.matrices import ParameterMatrix
-from ngplus.plan import PlanRow, state_bytes
+from ngplus.capture.accumulator import Gathered
+from ngplus.capture.calls import BatchDims
+from ngplus.capture.matrices import ParameterMatrix
+from ngplus.diagnostics.plan import PlanRow, state_bytes
+from ngplus.fisher import inverses, products
+from ngplus.fisher.factors import Factors, Joined, Outer
+from ngplus.fisher.factors.base import take
+from ngplus.optimizers.base import Direction, Work
+from ngplus.optimizers.gradients import captured_scale
+from ngplus.utils.finite import Trouble, all_finite, look
+from ngplus.utils.typing import Group, State
 
 _APPROX = ("expand", "reduce")
 
@@ -56,7 +54,7 @@ class _Sums(Batches):
         outer = [use for use in uses if isinstance(use, Outer)]
         if len(outer) < len(uses):
             side = matrix.side("smaller")
-            sums = fisher.gfim_sum(factors, side, matrix.cut(side, None), dtype=matrix.dtype)
+            sums = products.gfim_sum(factors, side, matrix.cut(side, None), dtype=matrix.dtype)
             self.total = sums if self.total is None else [a + b for a, b in zip(self.total, sums, strict=True)]
             self.used += factors.samples
             return
@@ -89,7 +87,7 @@ def kronecker_sums(uses: list[Outer], expand: bool, dtype: torch.dtype) -> tuple
     first = uses[0]
     positions = sum(use.positions for use in uses)
     numbers = first.groups * positions * (first.rows + first.cols)
-    step = max(1, fisher.CHUNK_BYTES // (numbers * (torch.finfo(dtype).bits // 8)))
+    step = max(1, products.CHUNK_BYTES // (numbers * (torch.finfo(dtype).bits // 8)))
     device = first.left.device if isinstance(first.left, Tensor) else None
     sums = [torch.zeros(first.groups, d, d, dtype=dtype, device=device) for d in (first.cols, first.rows)]
     squares = [torch.zeros((), dtype=dtype, device=device) for _ in sums]
@@ -210,7 +208,9 @@ class KFAC(Rival):
             state.pop(key + "_inverse", None)
         for key, x in fresh.items():
             damping = torch.as_tensor(group["damping"], dtype=x.dtype, device=x.device)
-            state[key + "_inverse"] = solve.dense_inverse(x, damping if key == "curvature" else damping.sqrt(), trouble)
+            state[key + "_inverse"] = inverses.dense_inverse(
+                x, damping if key == "curvature" else damping.sqrt(), trouble
+            )
         if group["beta"]:
             state.update(fresh)
 

@@ -1,7 +1,4 @@
-"""SENG: the empirical Fisher of vec(G_i), layer by layer, inverted by Woodbury from factors that stay factors.
-
-On the way from gradient to step: refresh and direction, in the frame of captured.
-"""
+"""SENG: the empirical Fisher of vec(G_i), layer by layer, inverted by Woodbury from factors that stay factors."""
 
 from __future__ import annotations
 
@@ -13,19 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from ngplus import solve
 from ngplus.baselines.common import Batches, Rival
-from ngplus.calls import BatchDims
-from ngplus.captured import Direction, Work
-from ngplus.curvature import Gathered, Group, State, subsample
-from ngplus.factors import Bags, Factors, Joined, Lookup, Outer, Rows, as_lookup
-from ngplus.factors.base import take
-from ngplus.faults import Trouble, all_finite
-from ngplus.fisher import CHUNK_BYTES
-from ngplus.gathering import seed_of
-from ngplus.gradients import captured_scale
-from ngplus.matrices import ParameterMatrix
-from ngplus.plan import PlanRow, state_bytes
+from ngplus.capture.accumulator import Gathered, subsample
+from ngplus.capture.calls import BatchDims
+from ngplus.capture.collector import seed_of
+from ngplus.capture.matrices import ParameterMatrix
+from ngplus.diagnostics.plan import PlanRow, state_bytes
+from ngplus.fisher import inverses
+from ngplus.fisher.factors import Bags, Factors, Joined, Lookup, Outer, Rows, as_lookup
+from ngplus.fisher.factors.base import take
+from ngplus.fisher.products import CHUNK_BYTES
+from ngplus.optimizers.base import Direction, Work
+from ngplus.optimizers.gradients import captured_scale
+from ngplus.utils.finite import Trouble, all_finite
+from ngplus.utils.typing import Group, State
 
 Part = Outer | Lookup | Rows  # with tensors only, already in the curvature's precision and scale
 _FIELDS: dict[type[Factors], tuple[str, ...]] = {
@@ -151,7 +149,7 @@ class SENG(Rival):
         for key in [key for key in state if key != "momentum_buffer"]:
             del state[key]
         _write(state, parts)
-        state.update(core=solve.dense_inverse(gram[None], damping, trouble)[0], damping=damping)
+        state.update(core=inverses.dense_inverse(gram[None], damping, trouble)[0], damping=damping)
         state.update({key: x for key, x in zip(("kept_rows", "kept_cols"), kept, strict=True) if x is not None})
         state.update(rows=matrix.layout.rows, cols=matrix.layout.cols)
 

@@ -1,0 +1,44 @@
+"""The layers room: a rule for each layer type, in a registry that users can extend."""
+
+from ngplus.capture.layers.attention import MultiheadAttentionRule
+from ngplus.capture.layers.base import LayerRule, NotPerSample, Watcher, register_layer, rule_for
+from ngplus.capture.layers.conv import ConvRule, ConvTransposeRule
+from ngplus.capture.layers.embedding import EmbeddingBagRule, EmbeddingRule
+from ngplus.capture.layers.layout import Layout, MatrixSpec
+from ngplus.capture.layers.linear import LinearRule, TransposedLinearRule, linear_factors
+from ngplus.capture.layers.norm import (
+    BatchNormRule,
+    GroupNormRule,
+    InstanceNormRule,
+    LayerNormRule,
+    NormRule,
+    RMSNormRule,
+)
+from ngplus.capture.layers.vmap import UnknownModuleRule
+from ngplus.capture.samples import Batch
+
+__all__ = [
+    "Batch",
+    "BatchNormRule",
+    "ConvRule",
+    "ConvTransposeRule",
+    "EmbeddingBagRule",
+    "EmbeddingRule",
+    "GroupNormRule",
+    "InstanceNormRule",
+    "LayerNormRule",
+    "LayerRule",
+    "Layout",
+    "LinearRule",
+    "MatrixSpec",
+    "MultiheadAttentionRule",
+    "NormRule",
+    "NotPerSample",
+    "RMSNormRule",
+    "TransposedLinearRule",
+    "UnknownModuleRule",
+    "Watcher",
+    "linear_factors",
+    "register_layer",
+    "rule_for",
+]

@@ -1,0 +1,282 @@
+"""The matrices of a model: which parameters form each, and which uses in the model's modules belong to it.
+
+``collect`` walks the modules once. A tied weight is one matrix with several uses; a bias joins its weight; what no rule
+knows falls back to vmap or to mini-batch curvature, and is listed as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import torch
+from torch import nn
+
+from ngplus.capture.layers import LayerRule, Layout, MatrixSpec, UnknownModuleRule, rule_for
+from ngplus.capture.layers.base import has_own_forward
+from ngplus.capture.layers.layout import kind_of
+from ngplus.fisher.blocks import BothSides, Cut, NoSides, even_size
+
+# What side="auto" curves, beside the smaller side: eigenbases of long sides would cost more than they bring.
+WHOLE = 160  # rows of a side that has one basis; a longer one falls into blocks, each with a basis of its own
+BLOCK = 128  # rows of such a block at most, and
+ROOTS = 4  # times the root of the side's rows
+PATCH = 144  # of a convolution's inputs, the columns of a block at most: whole channels, with all places of the kernel
+LONG, LONGER = 640, 5  # a larger side above so many rows has no basis where it is so many times the smaller one
+
+
+class ParameterMatrix:
+    """One matrix W (m x n) of the paper: its parameters, how they lie in it, and what its last refresh has seen."""
+
+    def __init__(
+        self, names: list[str], params: list[nn.Parameter], kinds: list[str], groups: int = 1, source: str = "batch"
+    ) -> None:
+        self.names, self.params, self.kinds, self.groups = names, params, kinds, groups
+        self.has_rule = source == "sample"  # a layer's rule says what its dimensions are
+        # Where its curvature comes from: a rule's factors ("sample"), "vmap", or the gradient in .grad ("batch").
+        self.source = source
+        self.lookup = ""  # a table, whose rows are items that no basis should mix: "only" that, or "also"
+        self.armed = False
+        self.checked = False  # that the captured parts add up to the gradient
+        self.own_forward = False  # some module does with it what no rule has foreseen: that is looked at each time
+        self.known = (
+            False  # it has had a refresh, in this process or in that of its checkpoint, which has looked at that
+        )
+        self.seen: tuple[int, int] | None = None  # samples and positions of the last refresh
+        self.form: str | None = None  # and the form of product that it took
+        self.reason = ""  # why the source is the mini-batch
+        self.missed = False  # the last refresh had nothing captured, and took the mini-batch in its place
+        self.sparse = False  # its gradients may be sparse
+        # Of sharded parameters (ngplus.distributed.sharded):
+        self.managed: list[Any] = []  # FSDP2's own record of each: in the graph other tensors stand for them
+        self.counted = True  # this rank counts the samples of its capture
+        self.in_step = False  # other ranks see the same samples, and all capture alike until the step
+        self.update_layout()
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def update_layout(self) -> bool:
+        """Takes in which parameters are trained at present, and in which precision; True where that has changed."""
+        active = tuple(p.requires_grad for p in self.params)
+        present = (active, self.params[0].dtype, self.params[0].device)
+        if present == getattr(self, "_present", None):
+            return False
+        self._present, self.active = present, active
+        self._cuts: dict[tuple[str, int | None], Cut] = {}
+        chosen = [i for i, on in enumerate(active) if on] or range(len(active))
+        self.parts = list(chosen)
+        self.active_params = [self.params[i] for i in self.parts]
+        self.layout = Layout(
+            [self.params[i].shape for i in self.parts], [self.kinds[i] for i in self.parts], self.groups
+        )
+        # Do its parts have the order and precision of their parameters? Of vectors alone it is not asked: they are
+        # small, and many are updated in one call.
+        precise = all(param.dtype == self.dtype for param in self.active_params)
+        self.straight = precise and "turned" not in self.layout.kinds and "rows" in self.layout.kinds
+        return True
+
+    @property
+    def refreshed_from(self) -> str:
+        """Where the curvature in use has come from, or will."""
+        return "batch" if self.missed else self.source
+
+    @property
+    def note(self) -> str:
+        """Why that is the mini-batch."""
+        missed = "no gradient was captured: see train() and the graph of the loss"
+        return self.reason or (missed if self.missed else "")
+
+    def fall_back(self, reason: str) -> None:
+        """Leaves per-sample curvature for that of the mini-batch gradient."""
+        self.source, self.reason = "batch", reason
+
+    def give_up(self, reason: str) -> None:
+        """The same in the middle of a pass: it holds from the step on. Until then uses are recorded as before, since a
+        checkpoint has to save again what it saved at first, and other ranks may capture in step with this one."""
+        self.reason = reason
+
+    @property
+    def given_up(self) -> bool:
+        """Is nothing to be made of what is recorded?"""
+        return bool(self.reason) and not self.in_step
+
+    def settle(self) -> None:
+        """At the step: what was given up has no per-sample curvature. Ranks in step with each other agree on that."""
+        if self.given_up:
+            self.fall_back(self.reason)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Curvature is float32, or float64 for a float64 model."""
+        return torch.float64 if self.params[0].dtype == torch.float64 else torch.float32
+
+    def side(self, wanted: str) -> str:
+        """The paper's rule: left where m <= n, right where m > n. Of both sides it names the first."""
+        if wanted not in ("auto", "smaller", "both"):
+            return wanted
+        return "left" if self.layout.rows <= self.layout.cols else "right"
+
+    def cut(self, wanted: str, block_size: int | None) -> Cut:
+        """Which of its dimensions are curved, and how that falls into blocks."""
+        left = self.side(wanted) == "left"
+        d, other = (self.layout.rows, self.layout.cols) if left else (self.layout.cols, self.layout.rows)
+        vectors = all(kind == "column" for kind in self.kinds)
+        if wanted == "auto" and (vectors or (self.lookup == "only" and not self.sparse)):
+            return NoSides(self.groups, d, d)
+        size, other_size, short = d, other, other <= LONG
+        if wanted == "auto":
+            places = self.layout.places if self.has_rule else 1
+            rows, cols = _block_size(self.layout.rows), _block_size(self.layout.cols, places)
+            size, other_size = (rows, cols) if left else (cols, rows)
+            in_channels = left and 1 < places <= PATCH and other_size <= 2 * d
+            short = short or (other // places if in_channels else other) < LONGER * d
+        if wanted in ("auto", "both") and not (self.lookup or vectors) and short and other > 1:
+            return BothSides(self.groups, d, size, other, other_size)
+        return Cut.of(self.groups, d, size if block_size is None else block_size)
+
+    def cut_of(self, group: Mapping[str, Any]) -> Cut:
+        """The same, by the options of a parameter group. Asked for several times a step, so it is kept.
+
+        The paper's scaling, blocks and a sketch go with one side, and there "auto" is the smaller one.
+        """
+        wanted, block_size = group["side"], group["block_size"]
+        one_side = group["scaling"] == "inverse" or block_size is not None or group["sketch"] is not None
+        if wanted == "auto" and one_side:
+            wanted = "smaller"
+        key = (wanted, block_size)
+        if key not in self._cuts:
+            self._cuts[key] = self.cut(*key)
+        return self._cuts[key]
+
+
+def _block_size(length: int, places: int = 1) -> int:
+    """Rows of the bases of a side so long, by the default: all, or those of equal blocks. ``places`` of a kernel that
+    are seen through the same channel stay together: neighbouring pixels are what a basis has most to tell apart."""
+    if length <= WHOLE:
+        return length
+    if 1 < places <= PATCH:
+        return places * even_size(length // places, PATCH // places)
+    return even_size(length, min(BLOCK, ceil(ROOTS * length**0.5)))
+
+
+@dataclass
+class Use:
+    """A module's use of a matrix: for each name of the spec, which of the matrix's parameters it is."""
+
+    module: nn.Module
+    rule: LayerRule
+    spec_index: int  # of the rule's matrices for the module
+    matrix: ParameterMatrix
+    parts: tuple[int | None, ...]
+
+    @property
+    def active(self) -> tuple[bool, ...]:
+        return tuple(part is not None and self.matrix.active[part] for part in self.parts)
+
+    @property
+    def columns(self) -> list[int]:
+        """Where the use's columns lie in the matrix."""
+        layout, parts = self.matrix.layout, self.matrix.parts
+        return [c for part in self.parts if part in parts for c in layout.columns(parts.index(part))]
+
+
+def lone_matrix(name: str, param: nn.Parameter) -> ParameterMatrix:
+    """A parameter of which nothing is known but its shape."""
+    return ParameterMatrix([name], [param], [kind_of(param.shape)])
+
+
+def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tuple[list[ParameterMatrix], list[Use]]:
+    """All parameters as matrices, in the order of ``params``, and the uses that capture has to watch."""
+    matrices: list[ParameterMatrix] = []
+    uses: list[Use] = []
+    of_param: dict[nn.Parameter, tuple[ParameterMatrix, int]] = {}
+    clashes: set[nn.Parameter] = set()
+
+    def bind(module: nn.Module, rule: LayerRule, index: int, spec: MatrixSpec, source: str) -> None:
+        found = [(i, p) for i, name in enumerate(spec.names) if (p := _get(module, name)) is not None and p in params]
+        if not found:
+            return
+        known = [of_param[p][0] for _, p in found if p in of_param]
+        if known:
+            matrix = known[0]
+        else:
+            names, kinds = [params[p] for _, p in found], [spec.kinds[i] for i, _ in found]
+            matrix = ParameterMatrix(names, [p for _, p in found], kinds, spec.groups, source)
+            matrices.append(matrix)
+            of_param.update({p: (matrix, j) for j, (_, p) in enumerate(found)})
+        looks_up = "only" if rule.looks_up else ""
+        matrix.lookup = looks_up if not known or matrix.lookup == looks_up else "also"
+        matrix.sparse = matrix.sparse or bool(getattr(module, "sparse", False))
+        matrix.own_forward = matrix.own_forward or has_own_forward(module)
+        own = [(i, of_param[p][1]) for i, p in found if p in of_param and of_param[p][0] is matrix]
+        if matrix.groups != spec.groups or any(matrix.kinds[part] != spec.kinds[i] for i, part in own):
+            clashes.update(p for _, p in found)  # what is new is none of its columns
+            return
+        parts: list[int | None] = [None] * len(spec.names)
+        for i, p in found:
+            if p in of_param and of_param[p][0] is not matrix:
+                clashes.add(p)
+                continue
+            if p not in of_param:
+                matrix.names.append(params[p])
+                matrix.params.append(p)
+                matrix.kinds.append(spec.kinds[i])
+                of_param[p] = (matrix, len(matrix.params) - 1)
+            parts[i] = of_param[p][1]
+        matrix.update_layout()
+        uses.append(Use(module, rule, index, matrix, tuple(parts)))
+
+    claimed: set[nn.Module] = set()
+    unknown = UnknownModuleRule()
+    for module in model.modules() if model is not None else ():
+        if module in claimed or isinstance(module, torch.jit.ScriptModule):  # whose parameters are not to be watched
+            continue
+        rule = rule_for(module)
+        if rule is not None:
+            for index, spec in enumerate(rule.matrices(module)):
+                bind(module, rule, index, spec, "sample")
+            if rule.claims_children:
+                claimed.update(module.modules())
+        elif _is_leaf(module):
+            for index, spec in enumerate(unknown.matrices(module)):
+                bind(module, unknown, index, spec, "vmap")
+    in_model = set(params if model is None else model.parameters())
+    for param, name in params.items():
+        if param not in of_param:
+            matrices.append(lone_matrix(name, param))
+            matrices[-1].reason = (
+                "no layer rule covers it" if param in in_model else "it is no parameter of the model that was given"
+            )
+            of_param[param] = (matrices[-1], 0)
+    # A parameter that lies one way in one module and another way in a second has no one matrix for both.
+    for param in clashes:
+        of_param[param][0].fall_back("its modules use it in layouts that do not agree")
+    uses = [use for use in uses if use.matrix.source != "batch"]
+    order = {param: i for i, param in enumerate(params)}
+    matrices.sort(key=lambda matrix: min(order[p] for p in matrix.params))
+    return matrices, uses
+
+
+def _get(module: nn.Module, name: str) -> nn.Parameter | None:
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    return owner._parameters.get(last)
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    if isinstance(module, nn.ParameterList | nn.ParameterDict):  # never called
+        return False
+    own = any(p is not None for p in module._parameters.values())
+    return own and not any(True for child in module.children() for _ in child.parameters())
+
+
+def named(params: Iterable[tuple[str, nn.Parameter]]) -> dict[nn.Parameter, str]:
+    """Names by parameter, a tied parameter under its first name."""
+    names: dict[nn.Parameter, str] = {}
+    for name, param in params:
+        names.setdefault(param, name)
+    return names

@@ -1,0 +1,1 @@
+"""What an optimizer will do, what it costs, and what went wrong."""

@@ -1,0 +1,100 @@
+"""Exact curvature for study and tests, outside of any training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ngplus.capture.accumulator import Gathered
+from ngplus.capture.calls import BatchDims, SampleIndex
+from ngplus.capture.matrices import ParameterMatrix, collect, named
+from ngplus.capture.recorder import Capture
+from ngplus.fisher.factors import Factors
+from ngplus.preconditioners import curvature as curvatures
+from ngplus.preconditioners.curvature import Curvature
+from ngplus.utils.validation import choice
+from ngplus.utils.warnings import warn
+
+
+def gfim(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    inputs: Any,
+    targets: Any,
+    *,
+    side: str = "auto",
+    loss_reduction: str = "mean",
+    batch_dim: BatchDims = 0,
+    sample_index: SampleIndex | None = None,
+) -> dict[str, Curvature]:
+    """The exact L or R of each parameter on one batch: ``loss_fn(model(inputs), targets)``.
+
+    No ``.grad`` is touched. A bias shares the entry of its weight. Parameters without per-sample factors get the
+    product of their mini-batch gradient.
+
+    Examples:
+        >>> model, x = nn.Linear(3, 2), torch.randn(5, 3)
+        >>> found = ngplus.gfim(model, nn.functional.mse_loss, x, torch.zeros(5, 2))
+        >>> sorted(found)
+        ['bias', 'weight']
+        >>> found["weight"].side, tuple(found["weight"].matrix.shape)
+        ('left', (2, 2))
+
+    Args:
+        model: the module, in the mode, train or eval, that it is in.
+        loss_fn: of the model's output and the targets, one number.
+        inputs: of the model: a tensor; a tuple or list is passed as arguments, a mapping as keyword arguments.
+        targets: handed to ``loss_fn`` as they are.
+        side: ``"smaller"`` (left where m <= n), ``"left"`` or ``"right"``; ``"auto"`` is the smaller one here.
+        loss_reduction: ``"mean"``, the loss is an average over the batch or its tokens, or ``"sum"``.
+        batch_dim, sample_index: the dimension of the samples, and which rows are of which, as in ``NGPlus``.
+    """
+    choice("side", side, ("auto", "smaller", "left", "right"))
+    choice("loss_reduction", loss_reduction, ("mean", "sum"))
+    params = {p: name for p, name in named(model.named_parameters()).items() if p.requires_grad and p.numel()}
+    matrices, uses = collect(model, params)
+    group: dict[str, Any] = {
+        "side": side, "block_size": None, "samples": None, "sketch": None, "solver": "dense", "curvature": "sample",
+        "scaling": "inverse", "loss_reduction": loss_reduction,
+    }  # fmt: skip
+    gathered: dict[int, Gathered] = {}
+
+    def sink(matrix: ParameterMatrix, factors: Factors) -> None:
+        gathered.setdefault(id(matrix), Gathered()).take_in(matrix, factors, group, seed=0)
+
+    capture = Capture(model, uses, sink, batch_dim, sample_index=sample_index)
+    capture.in_eval = True
+    for matrix in matrices:
+        matrix.armed = True
+    capture.note_armed()
+    try:
+        with torch.enable_grad():
+            if isinstance(inputs, Mapping):
+                output = model(**inputs)
+            else:
+                output = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+            grads = torch.autograd.grad(loss_fn(output, targets), list(params), allow_unused=True)
+        capture.flush()
+        if complaint := capture.complaint():
+            warn(complaint)
+    finally:
+        capture.remove()
+    of_param = dict(zip(params, grads, strict=True))
+    result: dict[str, Curvature] = {}
+    for matrix in matrices:
+        taken, cut = matrix.side(side), matrix.cut_of(group)
+        if id(matrix) in gathered and matrix.source != "batch":
+            fresh = curvatures.per_sample(gathered[id(matrix)], group, cut)
+        else:
+            found = [of_param[p] for p in matrix.active_params]
+            filled = [
+                torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(matrix.params, found, strict=True)
+            ]
+            fresh = curvatures.mini_batch(matrix, matrix.layout.join(filled).to(matrix.dtype), group, seed=0)
+        dense = cut.dense(fresh.dense())
+        entry = Curvature(taken, dense[0] if matrix.groups == 1 else dense)
+        result.update(dict.fromkeys(matrix.names, entry))
+    return result

@@ -1,0 +1,373 @@
+"""The plan: what each parameter gets and what it costs, as a table to read and a list to use.
+
+FLOPs count a multiplication and an addition as two. With d the curved dimension, cut into blocks of p, D the other one
+and r the rank of U:
+
+================ ======================================== =====================================================
+                 a step                                   a refresh, beside the products
+================ ======================================== =====================================================
+dense            2 d p D                                  d p^2 (Cholesky and inverse)
+woodbury         4 d r D + 2 r^2 D                        2 d r^2 + r^3
+sketched         2 d r D + 2 r q D, q the sketch's rows   4 r^2 q + r^3; neither counts the sketch itself
+adaptive         4 d p D                                  9 d p^2 (eigendecomposition)
+adaptive, both   4 m n (p + q), q a block of the columns  9 (m p^2 + n q^2); without blocks p = m and q = n
+================ ======================================== =====================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from ngplus.capture.accumulator import keeps_root, subsample_size
+from ngplus.capture.matrices import ParameterMatrix
+from ngplus.diagnostics.load import Load, load_of
+from ngplus.distributed.collectives import Team, Wire
+from ngplus.fisher.blocks import Cut
+from ngplus.fisher.factors import outer_costs
+from ngplus.fisher.sketch import SketchSpec
+from ngplus.preconditioners.curvature import read
+from ngplus.preconditioners.eigenbasis import is_factored
+from ngplus.preconditioners.rates import has_directions
+from ngplus.utils.warnings import no_such_name
+
+EIGH = 9  # an eigendecomposition is about 9 d^3 FLOPs
+COSTS = ("step_flops", "refresh_flops", "inverse_flops", "wire_bytes", "inverse_bytes", "step_bytes")
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One matrix: its parameters and what is done with them.
+
+    Attributes:
+        name: of the matrix, that of its first parameter.
+        parameters: the names of all its parameters.
+        shape: (m, n).
+        groups: of a grouped convolution, each a matrix of that shape.
+        source: where the curvature comes from, "sample", "vmap" or "batch"; "none" where no side is curved, and where
+            the matrix is frozen.
+        side: "left", "right", "both" or "none"; of SENG "vec".
+        solver: "eigenbasis", "dense", "woodbury" or "sketched"; "none" where no side is curved; of KFAC "kronecker".
+        blocks: how many blocks L and R are cut into, over all groups and both sides.
+        form: how the products are made, "rank-one", "gram", "explicit", "mini-batch", or "root" where U is kept in
+            their place; "" where it is not known yet. Of KFAC its ``approx``, of SENG the form of its factors.
+        state_bytes: kept for the curvature and Adam's moments, without the momentum buffer.
+        step_flops: of every step.
+        refresh_flops: of a refresh.
+        note: why the source is "batch", or that the matrix is frozen.
+        wire_bytes: that a refresh adds up over ranks, where there are several: the lower triangle.
+        inverse_bytes: that the owner sends to all at a refresh.
+        step_bytes: of gradients and directions that cross ranks in every step.
+        owner: the rank that works on the matrix, among those that share it; None where there is one process.
+        inverse_flops: the part of ``refresh_flops`` that only the owner has.
+        sparse: the gradients may be sparse; every rank applies the inverse to the rows touched.
+        parameter_bytes: of the parameters themselves.
+        frozen: no parameter requires a gradient, or has one: nothing is done, and only what was kept before is kept.
+
+    Examples:
+        >>> row = ngplus.NGPlus(nn.Conv2d(3, 8, 3)).plan(batch_size=4)[0]
+        >>> row.parameters, row.shape, row.side
+        (('weight', 'bias'), (8, 28), 'both')
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    shape: tuple[int, int]
+    groups: int
+    source: str
+    side: str
+    solver: str
+    blocks: int
+    form: str
+    state_bytes: int
+    step_flops: int
+    refresh_flops: int
+    note: str
+    wire_bytes: int = 0
+    inverse_bytes: int = 0
+    step_bytes: int = 0
+    owner: int | None = None
+    inverse_flops: int = 0
+    sparse: bool = False
+    parameter_bytes: int = 0
+    frozen: bool = False
+
+
+@dataclass(frozen=True)
+class Plan(Sequence[PlanRow]):
+    """The rows, in the order of the parameters; ``print(plan)`` shows the table.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> plan = ngplus.NGPlus(model).plan(batch_size=16)
+        >>> [row.name for row in plan]
+        ['0.weight', '2.weight']
+        >>> plan["2.bias"].shape
+        (2, 9)
+        >>> plan.state_bytes == sum(row.state_bytes for row in plan)
+        True
+    """
+
+    rows: tuple[PlanRow, ...]
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            for row in self.rows:
+                if index in row.parameters:
+                    return row
+            raise KeyError(no_such_name(index, [name for row in self.rows for name in row.parameters], "this plan"))
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[PlanRow]:
+        return iter(self.rows)
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """The rows as plain dicts, for JSON or a data frame."""
+        return [asdict(row) for row in self.rows]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes kept for the curvature and Adam's moments of all matrices."""
+        return sum(row.state_bytes for row in self.rows)
+
+    @property
+    def step_flops(self) -> int:
+        """FLOPs of every step."""
+        return sum(row.step_flops for row in self.rows)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that a refresh adds up over several ranks: the lower triangles of all matrices."""
+        return sum(row.wire_bytes for row in self.rows)
+
+    @property
+    def refresh_flops(self) -> int:
+        """FLOPs of a refresh, one in ``update_every`` steps."""
+        return sum(row.refresh_flops for row in self.rows)
+
+    @property
+    def inverse_bytes(self) -> int:
+        """Bytes of the inverses, or eigenbases, that their owners send at a refresh."""
+        return sum(row.inverse_bytes for row in self.rows)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of gradients and directions that cross ranks in every step, over all ranks together."""
+        return sum(row.step_bytes for row in self.rows)
+
+    def on_ranks(self, ranks: int, distribution: str = "communication") -> Load:
+        """The costs on so many ranks by the cost model, for ranks that are not at hand. The plan's batch is one rank's.
+
+        ``distribution`` is that of :class:`ngplus.NGPlus` with replicated parameters, or "sharded", which is FSDP2.
+        """
+        return load_of(self.rows, ranks, distribution)
+
+    def _across_ranks(self) -> list[tuple[str, str, str]]:
+        """The columns of a plan with several ranks."""
+        lines = [(_amount(row.inverse_bytes, "B"), _amount(row.step_bytes, "B"), str(row.owner)) for row in self.rows]
+        last = (_amount(self.inverse_bytes, "B"), _amount(self.step_bytes, "B"), "")
+        return [("inverse sent", "each step", "owner"), *lines, last]
+
+    def __str__(self) -> str:
+        head = (
+            "parameter",
+            "m x n",
+            "curvature",
+            "side",
+            "solver",
+            "blocks",
+            "form",
+            "state",
+            "step",
+            "refresh",
+            "wire",
+        )
+        lines = [
+            (
+                row.name + "".join(f" + {name.rpartition('.')[2]}" for name in row.parameters[1:]),
+                (f"{row.groups} x " if row.groups > 1 else "") + f"{row.shape[0]} x {row.shape[1]}",
+                row.source,
+                row.side,
+                row.solver,
+                str(row.blocks),
+                row.form,
+                _amount(row.state_bytes, "B"),
+                _amount(row.step_flops, "FLOP"),
+                _amount(row.refresh_flops, "FLOP"),
+                _amount(row.wire_bytes, "B"),
+            )
+            for row in self.rows
+        ]
+        total = ("total", "", "", "", "", str(sum(row.blocks for row in self.rows)), "")
+        amounts = (
+            _amount(self.state_bytes, "B"),
+            _amount(self.step_flops, "FLOP"),
+            _amount(self.refresh_flops, "FLOP"),
+            _amount(self.wire_bytes, "B"),
+        )
+        table: list[tuple[str, ...]] = [head, *lines, total + amounts]
+        if any(row.owner is not None for row in self.rows):
+            table = [line + more for line, more in zip(table, self._across_ranks(), strict=True)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
+        rule = "-" * max(map(len, text))
+        notes = [f"{row.name}: {row.note}" for row in self.rows if row.note]
+        return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], *notes])
+
+
+Entry = tuple[ParameterMatrix, dict[str, Any], dict[str, Any], Team | None]
+
+
+def plan_of(entries: Sequence[Entry], batch_size: int | None, positions: int | Mapping[str, int]) -> Plan:
+    """The plan of matrices with their groups, states and teams."""
+    names = [matrix.name for matrix, *_ in entries]
+    for name in positions if isinstance(positions, Mapping) else ():
+        if name not in names:
+            raise KeyError(no_such_name(name, names, "positions"))
+    rows = (_row(*entry, batch_size, positions) for entry in entries)
+    return Plan(
+        tuple(unless_frozen(row, matrix, state) for row, (matrix, _, state, _) in zip(rows, entries, strict=True))
+    )
+
+
+def unless_frozen(row: PlanRow, matrix: ParameterMatrix, state: Mapping[str, Any]) -> PlanRow:
+    """The row; of a matrix that is frozen, one without costs, and with the state that it has from before."""
+    if any(param.requires_grad or param.grad is not None for param in matrix.params):
+        return row
+    kinds: dict[str, Any] = dict.fromkeys(("source", "side", "solver"), "none")
+    costs: dict[str, Any] = dict.fromkeys(COSTS, 0)
+    return replace(row, **kinds, **costs, form="", state_bytes=state_bytes(state), note="frozen", frozen=True)
+
+
+def _row(
+    matrix: ParameterMatrix,
+    group: dict[str, Any],
+    state: dict[str, Any],
+    team: Team | None,
+    batch_size: int | None,
+    positions: int | Mapping[str, int],
+) -> PlanRow:
+    if isinstance(positions, Mapping):
+        positions = positions.get(matrix.name, 1)
+    rows, cols = matrix.layout.rows, matrix.layout.cols
+    side = matrix.side(group["side"])
+    other = cols if side == "left" else rows
+    cut = matrix.cut_of(group)
+    sides = [(own, other if curved == side else cut.d) for curved, own in cut.sides(side)]
+    source = "batch" if group["curvature"] == "batch" else matrix.refreshed_from
+    samples, kappa = matrix.seen or (batch_size or 0, positions)
+    width = 8 if matrix.params[0].element_size() == 8 else 4
+    rank = samples * min(kappa, other)
+    touched = min(other, samples * kappa) if matrix.sparse and side == "right" and samples else other
+    solver = group["solver"]
+    if group["scaling"] == "adaptive":
+        solver = "eigenbasis" if sides else "none"
+    elif team is not None and source != "batch":
+        solver = "dense"  # the ranks add up L
+    elif solver == "auto":
+        known = read(state, "factor") is not None or (read(state, "inverse") is None and rank > 0)
+        low = known and source != "batch" and keeps_root(group, rank, cut.size)
+        solver = "woodbury" if low else "dense"
+    stacks = cut.stacks
+    curved = matrix.groups * sum(count * size for _, count, size in stacks)
+    moments = 2 * matrix.groups * rows * cols
+    if is_factored(
+        group, cut.size if len(sides) == 1 else cut.d, other
+    ):  # means over rows, and over each block's columns
+        moments = moments // 2 + matrix.groups * cut.d + (cut.count if len(sides) == 1 else matrix.groups) * other
+    if group["rate_gain"] and group["scaling"] == "adaptive":
+        blocks = cut.stacks if len(sides) == 1 else [(0, 1, cut.d)]
+        each = has_directions(blocks[0][2], other)
+        moments += matrix.groups * sum(count * (size + other if each else 2) for _, count, size in blocks)
+    if solver == "woodbury":
+        step = curved * rank * 4 * other + cut.count * 2 * rank * rank * other
+        refresh = 2 * curved * rank * rank + cut.count * rank**3
+        elements = curved * rank + cut.count * rank * rank
+    elif solver == "sketched":
+        short = _sketch_rows(group, cut, rank)
+        step = 2 * rank * other * (curved + cut.count * short)
+        refresh = cut.count * (4 * rank * rank * short + rank**3)
+        elements = curved * rank + cut.count * rank * short
+    elif solver == "none":
+        step, refresh, elements, samples, source = 0, 0, moments, 0, "none"
+    elif solver == "eigenbasis":
+        step = 4 * sum(own.elements * (touched if length == other else length) for own, length in sides)
+        refresh = EIGH * cut.cubes
+        elements = cut.elements + curved + (curved if touched < other else moments)
+    else:
+        step, refresh, elements = 2 * cut.elements * touched, cut.cubes, cut.elements
+    inverse = refresh
+    if group["curvature"] != "sample" and sides:
+        elements += cut.elements
+    if group["graft"] == "adam" and not matrix.sparse:
+        elements += 2 * matrix.groups * rows * cols  # the moments of the step whose length is taken
+    form = matrix.form or ""
+    spec = SketchSpec.parse(group["sketch"]) if solver != "sketched" else None
+    short = other if spec is None else min(other, spec.size)
+    if touched < other:
+        short = min(short, kappa)  # an embedding's products touch nothing of the table's size
+    if source == "batch":
+        form = "mini-batch"
+        products = 2 * (cut.elements * short if len(sides) == 1 else sum(own.elements * n for own, n in sides))
+        if group["curvature"] == "batch":
+            step += products
+        else:
+            refresh += products
+    elif samples:
+        used = subsample_size(samples, group["samples"])
+        stand_in = outer_costs(kappa, cut.d, short, cut.size)  # the cost model of dense factors
+        form = form or min(stand_in, key=lambda name: stand_in[name])
+        cost = stand_in.get(form, min(stand_in.values()))
+        for own, length in sides[1:]:
+            second = outer_costs(kappa, own.d, length, own.size)
+            shared = stand_in["explicit"] + second["explicit"] - kappa * own.d * length  # G_i is written out once
+            cost = min(cost + min(second.values()), shared)
+        refresh += int(2 * used * matrix.groups * cost)
+    wire = Wire(cut.triangle, 0, 0) if team is None else team.wire(matrix, group)
+    return PlanRow(
+        name=matrix.name,
+        parameters=tuple(matrix.names),
+        shape=(rows, cols),
+        groups=matrix.groups,
+        source=source,
+        side=("none", side, "both")[len(sides)],
+        solver=solver,
+        blocks=cut.count,
+        form=form,
+        state_bytes=state_bytes(state) or elements * width,
+        step_flops=step,
+        refresh_flops=refresh,
+        note=matrix.note,
+        wire_bytes=0 if source == "batch" else wire.average * width,
+        inverse_bytes=0 if source == "batch" else wire.inverse * width,
+        step_bytes=wire.step * width,
+        owner=None if team is None else team.owners[id(matrix)],
+        inverse_flops=inverse,
+        sparse=matrix.sparse,
+        parameter_bytes=sum(p.numel() * p.element_size() for p in matrix.params),
+    )
+
+
+def state_bytes(state: Mapping[str, Any]) -> int:
+    """Bytes that a matrix keeps for its curvature and Adam's moments."""
+    kept = [value for key, value in state.items() if isinstance(value, Tensor) and key != "momentum_buffer"]
+    return sum(value.numel() * value.element_size() for value in kept)
+
+
+def _sketch_rows(group: dict[str, Any], cut: Cut, rank: int) -> int:
+    spec = SketchSpec.parse(group["sketch"])
+    return min(cut.size, 2 * rank) if spec is None else spec.size
+
+
+def _amount(number: float, unit: str) -> str:
+    for prefix in ("", "k", "M", "G"):
+        if number < 1000:
+            return f"{number:.0f} {prefix}{unit}" if prefix == "" else f"{number:.1f} {prefix}{unit}"
+        number /= 1000
+    return f"{number:.1f} T{unit}"

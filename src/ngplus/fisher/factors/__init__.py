@@ -1,0 +1,28 @@
+"""Per-sample gradients in the cheapest form that a layer has: factors that need not be multiplied out.
+
+A layer hands over its per-sample gradients G_i (m x n) as a :class:`Factors`:
+
+========== ==================================================== ============================================
+class      G_i                                                  where
+========== ==================================================== ============================================
+Outer      sum over positions p of l_ip r_ip^T                  Linear, Conv, attention
+Segments   the same, any number of positions for each sample    Linear on graphs or sequences of unlike sizes
+Lookup     sum over positions p of e_index(ip) v_ip^T           Embedding, several bags a sample
+Bags       (sum over entries j of w_j e_index(j)) g_i^T         EmbeddingBag
+Rows       given as it is                                       norm layers, the vmap fallback
+Joined     the sum of several of the above, same samples        tied weights, modules called several times
+========== ==================================================== ============================================
+
+:mod:`ngplus.fisher.products` turns them into L or R. Tensors only: nothing here knows layers or optimizers.
+"""
+
+from ngplus.fisher.factors.base import Factors, Lazy, Summed, wide
+from ngplus.fisher.factors.dense import Outer, Rows, gram_root, outer_costs
+from ngplus.fisher.factors.joined import Joined, join, widen
+from ngplus.fisher.factors.ragged import Segments
+from ngplus.fisher.factors.tables import Bags, Lookup, as_lookup
+
+__all__ = [
+    "Bags", "Factors", "Joined", "Lazy", "Lookup", "Outer", "Rows", "Segments", "Summed",
+    "as_lookup", "gram_root", "join", "outer_costs", "wide", "widen",
+]  # fmt: skip

@@ -1,0 +1,150 @@
+"""G_i of an embedding table, of which a sample touches few rows: nothing of the table's size is made on the right side,
+but for ``total``, which the first refresh asks for where a table has up to a million rows (``capture.collector``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ngplus.fisher.factors.base import Factors
+from ngplus.fisher.sketch import Sketch
+
+
+@dataclass
+class Lookup(Factors):
+    """An embedding's G_i = sum_p e_index(ip) v_ip^T.
+
+    ``index`` is [samples, positions], ``values`` [samples, positions, n].
+
+    On the right side nothing of size m is made: equal rows of one sample are added up, then R is one product.
+    """
+
+    index: Tensor
+    values: Tensor
+    rows: int
+
+    def __post_init__(self) -> None:
+        self.groups = 1
+        self.samples, self.positions, self.cols = self.values.shape
+
+    def gradients(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
+        index, values = self.index[samples], self.values[samples].to(dtype)
+        out = values.new_zeros(len(values), self.rows, self.cols)
+        return out.scatter_add_(1, index[..., None].expand_as(values), values)[None]
+
+    def total(self, dtype: torch.dtype) -> Tensor:
+        out = self.values.new_zeros(self.rows, self.cols, dtype=dtype)
+        return out.index_add_(0, self.index.flatten(), self.values.flatten(0, 1).to(dtype))[None]
+
+    def _touched(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
+        """The rows of all G_i that are not zero, [1, touched, n]."""
+        index, values = self.index[samples], self.values[samples].to(dtype)
+        return _add_equal(index + self.rows * _arange_like(index), values.flatten(0, 1))[None]
+
+    def pair(
+        self, side: str, form: str, samples: Tensor | slice, sketch: Sketch | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        if side == "left":
+            return super().pair(side, form, samples, sketch, dtype)
+        touched = self._touched(samples, dtype)
+        return touched, touched
+
+    def costs(self, side: str, other: int, block: int) -> dict[str, float]:
+        d, _ = self.curved_and_other(side)
+        return {"explicit": float(d * block * (self.positions if side == "right" else other))}
+
+    def rank(self, side: str) -> int:
+        return self.samples * (self.positions if side == "right" else self.cols)
+
+    def memory(self, side: str, form: str, other: int) -> int:
+        return self.cols * (self.positions if side == "right" else self.rows)
+
+
+@dataclass
+class Bags(Factors):
+    """An embedding bag's G_i = (sum_j w_j e_index(j)) g_i^T.
+
+    ``index``, ``sample`` and ``weight`` have one entry for each entry of a bag; ``grads`` is [samples, n]. One
+    position, so R = sum_i c_i g_i g_i^T with c_i the squared length of the bag's row weights, equal rows
+    added up first.
+    """
+
+    index: Tensor
+    sample: Tensor
+    weight: Tensor
+    grads: Tensor
+    rows: int
+
+    def __post_init__(self) -> None:
+        self.groups, self.positions = 1, 1
+        self.samples, self.cols = self.grads.shape
+
+    def gradients(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
+        chosen = torch.arange(self.samples, device=self.grads.device)[samples]
+        place = torch.full((self.samples,), -1, device=chosen.device).scatter_(0, chosen, _arange_like(chosen))[
+            self.sample
+        ]
+        kept = place >= 0
+        left = self.grads.new_zeros(len(chosen), self.rows, dtype=dtype)
+        left.index_put_((place[kept], self.index[kept]), self.weight[kept].to(dtype), accumulate=True)
+        return (left[:, :, None] * self.grads[samples].to(dtype)[:, None, :])[None]
+
+    def pair(
+        self, side: str, form: str, samples: Tensor | slice, sketch: Sketch | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        if side == "left":
+            return super().pair(side, form, samples, sketch, dtype)
+        grads = self.grads[samples].to(dtype)
+        return grads[None], (self._lengths(dtype)[samples][:, None] * grads)[None]
+
+    def root(self, side: str, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
+        if side == "left":
+            return super().root(side, samples, dtype)
+        return (self._lengths(dtype)[samples].sqrt()[:, None] * self.grads[samples].to(dtype))[None].mT
+
+    def total(self, dtype: torch.dtype) -> Tensor:
+        out = self.grads.new_zeros(self.rows, self.cols, dtype=dtype)
+        return out.index_add_(0, self.index, (self.weight[:, None] * self.grads[self.sample]).to(dtype))[None]
+
+    def _lengths(self, dtype: torch.dtype) -> Tensor:
+        """||sum_j w_j e_index(j)||^2 of each bag."""
+        keys, place = torch.unique(self.sample * self.rows + self.index, return_inverse=True)
+        weight = self.weight.new_zeros(len(keys), dtype=dtype).index_add_(0, place, self.weight.to(dtype))
+        owner = keys.div(self.rows, rounding_mode="floor")
+        return weight.new_zeros(self.samples).index_add_(0, owner, weight.square())
+
+    def costs(self, side: str, other: int, block: int) -> dict[str, float]:
+        d, _ = self.curved_and_other(side)
+        return {"rank-one": float(d * block)} if side == "right" else {"explicit": float(d * block * other)}
+
+    def rank(self, side: str) -> int:
+        return self.samples * (1 if side == "right" else self.cols)
+
+    def memory(self, side: str, form: str, other: int) -> int:
+        return self.cols * (1 if side == "right" else self.rows)
+
+
+def as_lookup(bags: Bags) -> Lookup:
+    """A bag's entries as positions, all bags as long as the longest; what is added has no value."""
+    order = bags.sample.argsort(stable=True)
+    sample, index, weight = bags.sample[order], bags.index[order], bags.weight[order]
+    counts = torch.bincount(sample, minlength=bags.samples)
+    place = torch.arange(len(sample), device=sample.device) - (counts.cumsum(0) - counts)[sample]
+    longest = max(1, int(counts.max())) if len(sample) else 1
+    positions = index.new_zeros(bags.samples, longest)
+    weights = bags.grads.new_zeros(bags.samples, longest)
+    positions[sample, place], weights[sample, place] = index, weight.to(weights.dtype)
+    return Lookup(positions, weights[..., None] * bags.grads[:, None], bags.rows)
+
+
+def _arange_like(index: Tensor) -> Tensor:
+    return torch.arange(len(index), device=index.device).view(-1, *[1] * (index.dim() - 1))
+
+
+def _add_equal(keys: Tensor, values: Tensor) -> Tensor:
+    """The sums of the rows of ``values`` that have equal keys."""
+    unique, place = torch.unique(keys.flatten(), return_inverse=True)
+    return values.new_zeros(len(unique), values.shape[-1]).index_add_(0, place, values)

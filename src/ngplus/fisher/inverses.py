@@ -1,0 +1,262 @@
+"""From a curvature matrix to something that can be applied to a gradient.
+
+Every function works on stacks of matrices: L is [blocks, d, d], U is [blocks, d, r], G is [blocks, d, D]. A right-hand
+problem G (lambda I + R)^-1 is handed in transposed, so one set of functions serves both sides, the groups of a
+convolution and the blocks of the block-diagonal form.
+
+Tensors only: nothing here knows layers or optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ngplus.fisher.factors import wide
+from ngplus.fisher.sketch import Sketch
+from ngplus.utils.finite import Trouble
+
+# Damping grows by this factor, this often, before a matrix that will not factorise is handed to float64.
+GROWTH, RETRIES = 10.0, 4
+
+# Eigenbases: the tilt over the mean eigenvalue, and the rows up to which float64 is used.
+TILT = {torch.float32: 1e-2, torch.float64: torch.finfo(torch.float64).eps ** 0.5}
+SMALL = 128
+
+
+class Product:
+    """A direction that is still to be worked out: P / lambda + sum_k A_k B_k, [groups, m, n]; without P, the sum alone.
+
+    Momentum can then be a part of the products, buffer <- momentum * buffer + A B, and the direction is never written.
+    """
+
+    is_sparse = False
+
+    def __init__(
+        self, terms: Sequence[tuple[Tensor, Tensor]], plain: Tensor | None = None, damping: Tensor | None = None
+    ) -> None:
+        self.terms, self.plain, self.damping = terms, plain, damping
+
+    def tensor(self) -> Tensor:
+        """The direction, [groups, m, n]."""
+        terms = self.terms
+        if self.plain is not None and self.damping is not None:
+            total = self.plain / self.damping
+        else:
+            total, terms = terms[0][0] @ terms[0][1], terms[1:]
+        for a, b in terms:
+            _add_product(total, a, b, 1.0)
+        return total
+
+    def add_to(self, buffer: Tensor, momentum: float) -> None:
+        """buffer <- momentum * buffer + direction, momentum > 0; the buffer has any shape with as many entries."""
+        groups, m, n = len(self.terms[0][0]), self.terms[0][0].shape[1], self.terms[0][1].shape[2]
+        if not buffer.is_contiguous() or buffer.dtype != self.terms[0][0].dtype:
+            buffer.mul_(momentum).add_(self.tensor().reshape(buffer.shape))
+            return
+        total = buffer.view(groups, m, n)
+        if self.plain is not None and self.damping is not None:
+            total.addcdiv_(self.plain, self.damping * momentum)  # the product multiplies it with the momentum
+        for i, (a, b) in enumerate(self.terms):
+            _add_product(total, a, b, 1.0 if i else momentum)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: float) -> None:
+    """total <- beta total + A B."""
+    if len(total) == 1:
+        total[0].addmm_(a[0], b[0], beta=beta)
+    else:
+        total.baddbmm_(a, b, beta=beta)
+
+
+def inverse_products(inverse: Tensor, parts: Sequence[Tensor], side: str) -> list[Product]:
+    """M G or G M, M symmetric, for a gradient G, [groups, m, n], that comes in parts which stand side by side.
+
+    Of each part its own product: on the left M G_k; on the right sum_j G_j M_jk.
+    """
+    if side == "left":
+        return [Product([(inverse, part)]) for part in parts]
+    widths = [part.shape[-1] for part in parts]
+    stripes = inverse.split(widths, dim=-1)
+    return [Product(list(zip(parts, stripe.split(widths, dim=-2), strict=True))) for stripe in stripes]
+
+
+def woodbury_products(
+    factor: Tensor, core: Tensor, damping: Tensor, parts: Sequence[Tensor], side: str
+) -> list[Product]:
+    """:func:`woodbury_apply` for a gradient in parts: on the left (G_k - U C U^T G_k) / lambda, on the right
+    (G_k - (sum_j G_j U_j) C U_k^T) / lambda."""
+    scaled = core / -damping
+    if side == "left":
+        return [Product([(factor, scaled @ (factor.mT @ part))], part, damping) for part in parts]
+    rows = factor.split([part.shape[-1] for part in parts], dim=-2)
+    thin = Product(list(zip(parts, rows, strict=True))).tensor() @ scaled
+    return [Product([(thin, own.mT)], part, damping) for part, own in zip(parts, rows, strict=True)]
+
+
+def damped(matrix: Tensor, damping: Tensor) -> Tensor:
+    """lambda I + L."""
+    out = matrix.clone()
+    out.diagonal(dim1=-2, dim2=-1).add_(damping)
+    return out
+
+
+def dense_inverse(matrix: Tensor, damping: Tensor, trouble: Trouble | None = None) -> Tensor:
+    """(lambda I + L)^-1 by Cholesky, d^3 FLOPs a block.
+
+    A matrix that does not factorise gets ten times the damping, up to four times; then float64; what is left becomes
+    the identity over the last damping tried: the plain gradient step. L must be finite: the caller drops a refresh that
+    is not. The host decides how far to climb. Where it cannot see that without waiting for a device, it does not look
+    at once: a failure becomes the plain step, and is noted in ``trouble``.
+    """
+    trouble = trouble or Trouble(climb=True)
+    if matrix.shape[-1] == 1:
+        return (matrix + damping).clamp_min(torch.finfo(matrix.dtype).tiny).reciprocal()
+    inverse, failed = _cholesky_inverse(damped(matrix, damping))
+    seen = trouble.looks(failed.any())
+    if seen is False:
+        return inverse
+    trouble.add("retried", failed.any())
+    level = torch.maximum(damping.expand(len(matrix), 1), _floor(matrix))
+    if seen:
+        inverse, failed, level = _climb(matrix, level, inverse, failed, trouble)
+    plain = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device) / level[:, :, None]
+    return torch.where(failed[:, None, None], plain, inverse)
+
+
+def _climb(
+    matrix: Tensor, level: Tensor, inverse: Tensor, failed: Tensor, trouble: Trouble
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The ladder for the blocks that failed: more damping, then float64. With the last damping, and what failed all."""
+    for rung in range(RETRIES + 1):
+        last = rung == RETRIES
+        level = level if last else level * GROWTH
+        retry, still = _cholesky_inverse(damped(matrix.to(wide(matrix)) if last else matrix, level))
+        inverse = torch.where((failed & ~still)[:, None, None], retry.to(inverse), inverse)
+        failed = failed & still
+        if not trouble.looks(failed.any()):
+            return inverse, failed, level
+    trouble.add("plain", failed.any())
+    return inverse, failed, level
+
+
+def _floor(matrix: Tensor) -> Tensor:
+    """A tenth of the first damping that leaves an inverse some accuracy, for each block: sqrt(eps) of its largest entry
+    on the diagonal."""
+    largest = matrix.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
+    kind = torch.finfo(matrix.dtype)
+    return (largest * kind.eps**0.5 / GROWTH).clamp_min(kind.tiny)
+
+
+def _cholesky_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    failed = info != 0
+    # A failed factor may hold zeros on its diagonal: invert the identity in its place.
+    safe = torch.where(failed[:, None, None], torch.eye(matrix.shape[-1]).to(matrix), factor)
+    inverse = torch.cholesky_inverse(safe)
+    # Every entry of X^T X that is not finite leaves its trace on the diagonal.
+    return inverse, failed | ~inverse.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
+
+
+def woodbury_core(factor: Tensor, damping: Tensor, trouble: Trouble | None = None) -> Tensor:
+    """(lambda I + U^T U)^-1, r x r: what Woodbury's identity needs beside U."""
+    return dense_inverse(factor.mT @ factor, damping, trouble)
+
+
+def woodbury_apply(factor: Tensor, core: Tensor, damping: Tensor, gradient: Tensor) -> Tensor:
+    """(lambda I + U U^T)^-1 G = (G - U (lambda I + U^T U)^-1 U^T G) / lambda, 4 d r D FLOPs."""
+    return (gradient - factor @ (core @ (factor.mT @ gradient))) / damping
+
+
+def sketched_core(factor: Tensor, damping: Tensor, sketch: Sketch, trouble: Trouble | None = None) -> Tensor:
+    """The solution operator of the sketched least-squares problem, r x q.
+
+    Z = argmin ||Omega U Z - Omega G||^2 + lambda ||Z||^2 = C (Omega G) with
+    C = (lambda I + (Omega U)^T (Omega U))^-1 (Omega U)^T.
+    """
+    short = sketch(factor.mT)  # (Omega U)^T
+    return dense_inverse(short @ short.mT, damping, trouble) @ short
+
+
+def sketched_apply(factor: Tensor, core: Tensor, damping: Tensor, gradient: Tensor, sketch: Sketch) -> Tensor:
+    """(G - U Z) / lambda with Z of the sketched least-squares problem; exact for an orthogonal Omega."""
+    return (gradient - factor @ (core @ sketch(gradient.mT).mT)) / damping
+
+
+def eigenbasis(matrix: Tensor, trouble: Trouble | None = None) -> tuple[Tensor, Tensor]:
+    """w and Q of L = Q diag(w) Q^T, in the order of rising eigenvalues, up to a slight tilt.
+
+    Where eigenvalues are equal, as in the null space of few samples, their eigenvectors are any basis of a space,
+    chosen by the rounding of L. A diagonal of a hundredth of the mean eigenvalue (in float64, of sqrt(eps) of it) is
+    added, rising along the rows, and matrices of up to 128 rows are taken in float64, where that costs at most 1.6
+    times as much (with 256 rows it is 1.9): so the same L gives the same basis on every machine and for every order of
+    its samples. Where float32 does not converge, float64 is tried; then the basis is the plain one. Devices without
+    float64 take float32.
+    """
+    d = matrix.shape[-1]
+    if d == 1:
+        return matrix[..., 0], torch.ones_like(matrix)
+    mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
+    tilted = matrix / mean[:, None, None]
+    tilted.diagonal(dim1=-2, dim2=-1).add_(_tilt(d, matrix))
+    attempts = dict.fromkeys((wide(matrix),) if d <= SMALL else (matrix.dtype, wide(matrix)))
+    for i, dtype in enumerate(attempts, 1):
+        try:
+            values, vectors = torch.linalg.eigh(tilted.to(dtype))
+        except RuntimeError:  # LinAlgError: float32 does not always converge where many rows are zero
+            if trouble is not None:
+                trouble.add("retried" if i < len(attempts) else "plain", torch.ones((), dtype=torch.bool))
+            continue
+        return values.to(matrix.dtype) * mean[:, None], vectors.to(matrix.dtype)
+    return matrix.diagonal(dim1=-2, dim2=-1).clone(), torch.eye(d).to(matrix).expand_as(matrix).clone()
+
+
+def eigenbases(tasks: Sequence[tuple[Tensor, Trouble | None]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same for many stacks of matrices, in their order. Small ones of one size are one stack, in fewer calls. Where
+    one of a stack meets trouble, each is taken by itself."""
+    alike: dict[object, list[int]] = {}
+    for i, (matrix, _) in enumerate(tasks):
+        size = matrix.shape[-1]
+        alike.setdefault((size, matrix.dtype, matrix.device) if size <= SMALL else i, []).append(i)
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for places in alike.values():
+        together = Trouble()
+        if len(places) > 1:
+            values, vectors = eigenbasis(torch.cat([tasks[i][0] for i in places]), together)
+        if len(places) == 1 or together.retried is not None or together.plain is not None:
+            found.update((i, eigenbasis(*tasks[i])) for i in places)
+            continue
+        counts = [len(tasks[i][0]) for i in places]
+        rows = zip(places, values.split(counts), vectors.split(counts), strict=True)
+        found.update((i, (w.clone(), q.clone(memory_format=torch.contiguous_format))) for i, w, q in rows)
+    return (found[i] for i in range(len(tasks)))
+
+
+def from_eigenbasis(values: Tensor, vectors: Tensor) -> Tensor:
+    """L again, without the tilt."""
+    d = vectors.shape[-1]
+    matrix = (vectors * values[:, None, :]) @ vectors.mT
+    if d > 1:
+        tilt = _tilt(d, matrix)
+        mean = values.mean(-1, keepdim=True) / (1 + tilt.mean())
+        matrix.diagonal(dim1=-2, dim2=-1).sub_(mean * tilt)
+    return matrix
+
+
+def _tilt(d: int, like: Tensor) -> Tensor:
+    return torch.linspace(0.0, TILT[like.dtype], d, dtype=like.dtype, device=like.device)
+
+
+def times(matrix: Tensor, gradient: Tensor) -> Tensor:
+    """M G, [blocks, p, D], laid out in memory as G is: a G that is a transposed view, as on the right side, gives one,
+    and what is added to it later has its numbers in the same order."""
+    if is_turned(gradient):
+        return torch.bmm(gradient.mT, matrix.mT).mT
+    return torch.bmm(matrix, gradient)
+
+
+def is_turned(x: Tensor) -> bool:
+    """Do the numbers of a column lie side by side in memory, and not those of a row?"""
+    return x.stride(-2) == 1 and x.stride(-1) != 1

@@ -1,0 +1,201 @@
+"""The generalized Fisher matrices: from the factors of per-sample gradients to L or R.
+
+Every form of :mod:`.factors` comes down to a pair of tall matrices Y, Z with sum_i G_i G_i^T = Y^T Z (left side)
+or sum_i G_i^T G_i = Y^T Z (right side), made chunk by chunk so that memory stays bounded. With d the curved dimension
+(m on the left, n on the right), D the other one, kappa positions, per sample and in multiplications:
+
+========= ============================ ============================== =========================================
+form      Y                            Z                              cost
+========= ============================ ============================== =========================================
+rank-one  c_i                          ||o_i||^2 c_i                  D + d^2            (kappa = 1 only)
+gram      C_i (kappa x d)              (O_i O_i^T) C_i                kappa^2 (d + D) + kappa d^2
+explicit  O_i^T C_i (D x d)            the same                       kappa d D + d^2 D
+========= ============================ ============================== =========================================
+
+where C_i holds the curved factor's positions as rows and O_i the other's. ``choose_form`` takes the cheapest of those
+that apply; each of them can be forced, and they agree.
+
+Tensors only: nothing here knows layers or optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ngplus.fisher.blocks import Cut
+from ngplus.fisher.factors import Bags, Factors, Lookup
+from ngplus.fisher.sketch import Sketch
+
+CHUNK_BYTES = 16 * 2**20
+
+
+def choose_form(factors: Factors, side: str, other: int, block: int) -> str:
+    """The cheapest exact form by the cost model."""
+    costs = factors.costs(side, other, block)
+    return min(costs, key=lambda form: costs[form])
+
+
+def gfim_sum(
+    factors: Factors,
+    side: str,
+    cut: Cut,
+    *,
+    form: str = "auto",
+    sketch: Callable[[int], Sketch | None] | None = None,
+    samples: Tensor | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """sum_i G_i G_i^T (left) or sum_i G_i^T G_i (right) over the samples, as the stacks of ``cut``.
+
+    ``samples`` picks a sub-sample by index; ``sketch`` makes the sketch of the other dimension, or None for it.
+    """
+    other = factors.curved_and_other(side)[1]
+    omega = sketch(other) if sketch is not None and not _skips_sketch(factors, side) else None
+    other = other if omega is None else omega.spec.size
+    if form == "auto":
+        form = choose_form(factors, side, other, cut.size)
+    elif form not in factors.costs(side, other, cut.size):
+        raise ValueError(f"The form {form!r} does not apply to {type(factors).__name__} on the {side} side")
+    total: list[Tensor] = []
+    summed = _Sum(factors, side, samples) if form == "explicit" and omega is None else None
+    for piece in _pieces(factors, factors.memory(side, form, other), samples, chunk_bytes, dtype):
+        y, z = factors.pair(side, form, piece, omega, dtype)
+        _add_products(total, cut.split(y.mT), cut.split(z.mT))
+        if summed is not None:
+            summed.add(y)
+    for acc in total:
+        _mirror(acc)
+    return total
+
+
+def gfim_sums(
+    factors: Factors,
+    side: str,
+    cut: Cut,
+    *,
+    sketch: Callable[[int], Sketch | None] | None = None,
+    samples: Tensor | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """The sums of every side that ``cut`` curves. Of both sides, G_i is written out once where that is the cheapest."""
+    sides = cut.sides(side)
+    if len(sides) < 2 or not shares_gradients(factors, cut, side):
+        each = [
+            gfim_sum(factors, one, own, sketch=sketch, samples=samples, chunk_bytes=chunk_bytes, dtype=dtype)
+            for one, own in sides
+        ]
+        return [stack for stacks in each for stack in stacks]
+    other = factors.curved_and_other(side)[1]
+    totals: list[Tensor] = []
+    summed = _Sum(factors, side, samples)
+    # Twice the memory: what the second side takes is the same numbers, turned.
+    for piece in _pieces(factors, 2 * factors.memory(side, "explicit", other), samples, chunk_bytes, dtype):
+        tall = factors.pair(side, "explicit", piece, None, dtype)[0]  # [groups, k * D, d]
+        turned = tall.unflatten(1, (-1, other)).mT.flatten(1, 2)  # [groups, k * d, D]
+        stacks = [*sides[0][1].split(tall.mT), *sides[1][1].split(turned.mT)]
+        _add_products(totals, stacks, stacks)
+        summed.add(tall)
+    for acc in totals:
+        _mirror(acc)
+    return totals
+
+
+class _Sum:
+    """sum_i G_i, [groups, m, n], of gradients that are written out piece by piece, for a layer that can do with it."""
+
+    def __init__(self, factors: Factors, side: str, samples: Tensor | None) -> None:
+        wanted = factors.summed
+        self._for = wanted if samples is None and wanted is not None and wanted.total is None else None
+        self._other, self._left = factors.curved_and_other(side)[1], side == "left"
+
+    def add(self, tall: Tensor) -> None:
+        """The next piece, [groups, samples * D, d]."""
+        if self._for is None:
+            return
+        if tall.stride(-1) == 1:
+            part = tall.unflatten(1, (-1, self._other)).sum(1)
+        else:  # laid out in rows of D
+            part = tall.mT.unflatten(2, (-1, self._other)).sum(2).mT
+        part = part.mT if self._left else part
+        self._for.total = part if self._for.total is None else self._for.total + part
+
+
+def shares_gradients(factors: Factors, cut: Cut, side: str) -> bool:
+    """Of both sides: is it cheapest to write G_i out once, and to take both products of it?"""
+    costs = [factors.costs(one, factors.curved_and_other(one)[1], own.size) for one, own in cut.sides(side)]
+    if len(costs) < 2 or any("explicit" not in cost for cost in costs):
+        return False
+    return sum(cost["explicit"] for cost in costs) - factors.writing_cost <= sum(min(c.values()) for c in costs)
+
+
+def _pieces(
+    factors: Factors, numbers: int, samples: Tensor | None, chunk_bytes: int, dtype: torch.dtype
+) -> Iterator[Tensor | slice]:
+    """The samples in pieces that fit into ``chunk_bytes`` at so many numbers a sample."""
+    count = factors.samples if samples is None else len(samples)
+    step = max(1, int(chunk_bytes // max(1, numbers * (torch.finfo(dtype).bits // 8))))
+    for start in range(0, count, step):
+        yield slice(start, start + step) if samples is None else samples[start : start + step]
+
+
+def _add_products(total: list[Tensor], ys: Sequence[Tensor], zs: Sequence[Tensor]) -> None:
+    """total += y z^T, begun where there is none yet; lower triangles only."""
+    if total:
+        for acc, y, z in zip(total, ys, zs, strict=True):
+            _add_lower(acc, y, z)
+    else:
+        total += [_lower(y, z) for y, z in zip(ys, zs, strict=True)]
+
+
+def gfim_root(
+    factors: Factors, side: str, cut: Cut, *, samples: Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """U with U U^T = sum_i G_i G_i^T (left) or sum_i G_i^T G_i (right), [blocks, p, r] for each stack of ``cut``."""
+    return cut.split(factors.root(side, slice(None) if samples is None else samples, dtype))
+
+
+def _panel(d: int) -> int:
+    """Rows that are worked on together where only the lower triangle is made; d for small matrices, made as a whole."""
+    return d if d < 256 else min(256, -(-d // 256) * 64)
+
+
+def _lower(a: Tensor, b: Tensor) -> Tensor:
+    """a b^T, of which, since it is symmetric, only the panels of rows up to their diagonal blocks are made."""
+    d = a.shape[1]
+    if _panel(d) == d:
+        return torch.bmm(a, b.mT)
+    total = a.new_zeros(len(a), d, d)
+    _add_lower(total, a, b)
+    return total
+
+
+def _add_lower(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """The same, added to what there is."""
+    d = total.shape[-1]
+    panel = _panel(d)
+    if panel == d:
+        torch.baddbmm(total, a, b.mT, out=total)
+        return
+    for start in range(0, d, panel):
+        end = min(d, start + panel)
+        rows = total[:, start:end, :end]
+        torch.baddbmm(rows, a[:, start:end], b[:, :end].mT, out=rows)
+
+
+def _mirror(total: Tensor) -> None:
+    """Fills the upper panels that ``_add_lower`` has left out."""
+    d = total.shape[-1]
+    panel = _panel(d)
+    for start in range(panel, d, panel):
+        end = min(d, start + panel)
+        total[:, :start, start:end] = total[:, start:end, :start].mT
+
+
+def _skips_sketch(factors: Factors, side: str) -> bool:
+    """An embedding's exact product already touches nothing of the other dimension's size."""
+    return side == "right" and isinstance(factors, Lookup | Bags)

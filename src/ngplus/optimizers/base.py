@@ -1,0 +1,357 @@
+"""An optimizer whose curvature comes from the capture: the frame that NG+ and its rivals share.
+
+``step`` reads like Algorithm 1 of the paper: take the gradients, refresh the curvature where it is due, turn
+gradients into directions, update the parameters, arm the capture for the next refresh. A method says what it gathers,
+how a refresh turns that into state, and how state turns a gradient into a direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ngplus.capture.accumulator import Gathered
+from ngplus.capture.collector import Gathering
+from ngplus.capture.layers.base import no_mixed_precision
+from ngplus.capture.matrices import ParameterMatrix
+from ngplus.diagnostics.health import FETCH_EVERY, Health
+from ngplus.distributed.collectives import Team, add_up
+from ngplus.fisher.inverses import Product
+from ngplus.optimizers.binding import BoundOptimizer
+from ngplus.optimizers.gradients import agree, gradient_norms, gradient_parts
+from ngplus.optimizers.update import update_parameters, worked_out
+from ngplus.utils.dtensor import like
+from ngplus.utils.finite import Trouble, keep_last_good, look, norms_of, zero_where
+from ngplus.utils.typing import Group, State
+from ngplus.utils.warnings import warn
+
+
+class Work:
+    """One matrix in one step. ``parts`` are the gradients of its parameters, [groups, m, n_k], that stand side by side.
+    Of a sparse gradient, they hold the rows touched, and ``rows`` their indices."""
+
+    def __init__(
+        self, matrix: ParameterMatrix, group: Group, state: State, parts: list[Tensor], rows: Tensor | None = None
+    ) -> None:
+        self.matrix, self.group, self.state, self.parts, self.rows = matrix, group, state, parts, rows
+        self._joined: Tensor | None = None
+
+    @property
+    def gradient(self) -> Tensor:
+        """[groups, m, n], joined where it is asked for."""
+        if self._joined is None:
+            self._joined = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, dim=-1)
+        return self._joined
+
+    def stacks(self) -> list[Tensor]:
+        """The gradient with its curved dimension first, in the blocks of its matrix."""
+        side = self.matrix.side(self.group["side"])
+        return self.matrix.cut_of(self.group).split(self.gradient if side == "left" else self.gradient.mT)
+
+    def merged(self, stacks: Sequence[Tensor]) -> Tensor:
+        """The way back: [groups, m, n]."""
+        whole = self.matrix.cut_of(self.group).merge(stacks)
+        return whole if self.matrix.side(self.group["side"]) == "left" else whole.mT
+
+
+Task = tuple[Work, Gathered | None, Trouble]  # a refresh: what was gathered for a matrix, and what it meets
+
+# Of a matrix, or of each of its parameters as a product; like a gradient, with the rows that it touches.
+Direction = tuple[Tensor | list[Product], Tensor | None]
+
+Directions = dict[nn.Parameter, Tensor | Product]  # of all parameters of a step
+
+
+class CapturedOptimizer(BoundOptimizer):
+    """The frame. A method gives ``_fits``, ``_refresh`` or ``_refresh_all``, and ``_direction`` or ``_precondition``;
+    the rest where it has a way of its own."""
+
+    _initialising = False
+    _skip: Tensor | None = None  # on an accelerator: is this step to change nothing?
+
+    # ---------------------------------------------------------------------------------------------- of each method
+
+    def _begin(self) -> None:
+        """What a method does at the beginning of a step, on every rank."""
+
+    def _observe(self, work: Work) -> None:
+        """What a method does in every step, before a refresh."""
+
+    def _refresh(self, work: Work, gathered: Gathered | None, trouble: Trouble) -> None:
+        """New curvature in the state, in new tensors; without ``gathered``, from the mini-batch gradient.
+
+        Curvature that is not finite is noted in ``trouble`` as "dropped". Where the host can see that, the state stays
+        as it is; elsewhere zeros stand in for it, and the frame keeps the last good state.
+        """
+        raise NotImplementedError
+
+    def _refreshed_together(self, works: Sequence[Work]) -> list[list[Work]]:
+        """The matrices that are due, as they go through ``_refresh_all``: what is new and what was before are both
+        there for as long as that takes, so large ones go one by one."""
+        return [[work] for work in works]
+
+    def _refresh_all(self, tasks: Sequence[Task]) -> None:
+        """The refreshes of matrices that a method may work on together."""
+        for work, gathered, trouble in tasks:
+            self._refresh(work, gathered, trouble)
+
+    def _direction(self, work: Work) -> Direction:
+        """The preconditioned gradient [groups, m, n]; of a sparse one, the rows touched and their indices."""
+        raise NotImplementedError
+
+    def _precondition(self, works: Sequence[Work]) -> list[Direction]:
+        """The directions of all matrices of a step; a method may work on many of them together."""
+        return [self._direction(work) for work in works]
+
+    def _initialised(self, group: Group, state: State) -> None:
+        """After a step that only initialises the state."""
+
+    def _repeated(self) -> tuple[Directions, Tensor] | None:
+        """Where this step is like the last one, by what ``_remember`` has kept: the directions, and a length that none
+        of them exceeds. None where it is not."""
+        return None
+
+    def _remember(self, again: bool) -> None:
+        """After a step: keeps what may stand for the next one where that comes ``again`` in the same way, or drops
+        it."""
+
+    def _share(self, team: Team, fresh: list[ParameterMatrix], gathering: Gathering, due: set[int]) -> None:
+        """Refreshes the matrices whose curvature every rank of a team keeps; they are due no more."""
+
+    # ---------------------------------------------------------------------------------------------- the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """A refresh where one is due: every T steps, early, or by drift. Then W <- W - lr * direction, with weight
+        decay as in SGD and, where the scaling is "inverse", its momentum."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with no_mixed_precision(next(iter(self._names)).device):
+            self._take_step()
+        return loss
+
+    def _take_step(self) -> None:
+        """From gradients to directions, and the update with them."""
+        repeated = self._repeated()
+        directions, length = (self._directions(), None) if repeated is None else repeated
+        if directions is not None:
+            for group in self.param_groups:
+                complete = self._complete(group)
+                params, left_out = update_parameters(complete, directions, self.state, self._skip, length)
+                self._ledger.note("steps", [self._names[p] for p in params], left_out)
+            self._advance()
+            self._remember(True)
+        self._ledger.tell()
+
+    @torch.no_grad()
+    def _replace_gradients(self) -> None:
+        """Each .grad becomes its direction: for another optimizer's step. Zeros where there is no finite one."""
+        with no_mixed_precision(next(iter(self._names)).device):
+            directions = self._directions()
+        if directions is None:
+            if self._skip is not None:
+                for param in self._names:
+                    param.grad = None if param.grad is None else torch.zeros_like(param.grad)
+        elif directions:
+            params, made = list(directions), [worked_out(p, d) for p, d in directions.items()]
+            parts = [d.values() if d.is_sparse else d for d in made]
+            bad = ~norms_of(parts).isfinite()
+            zero_where(bad if self._skip is None else bad | self._skip.to(bad.device), parts)
+            self._ledger.note("steps", [self._names[p] for p in params], bad)
+            for param, direction in zip(params, made, strict=True):
+                param.grad = like(param, direction)
+            self._advance()
+            self._remember(False)
+        self._ledger.tell()
+
+    def _directions(self) -> Directions | None:
+        """The direction of every parameter that has a gradient; None where the step is to be skipped."""
+        for group in self.param_groups:  # they may have been changed since the last step
+            self._check(group)
+        changed = [matrix for matrix in self._matrices if matrix.update_layout()]  # frozen or cast since the pass
+        self._begin()
+        gathering = self._gathering
+        assert gathering is not None
+        self._skip = None
+        gathering.finish()
+        for matrix in changed:
+            gathering.take(matrix)  # of the parameters that it had before
+        self._find_replicas()
+        due = {id(m) for m in self._matrices if self._due(m)}
+        for team in self._teams:
+            asked = [m for m in team.matrices if id(m) in due and self._captures(self._group(m))]
+            self._share(team, add_up(team, gathering, asked, self._of_param), gathering, due)
+        present, names, norms = self._with_gradients()
+        if not present:
+            if gathering.forward_seen:
+                raise RuntimeError(
+                    "No parameter has a gradient, though the model has been called: the loss does not reach any "
+                    "parameter of this optimizer, or backward() was not called since zero_grad()"
+                )
+            return None
+        self._ledger.steps += 1
+        self._skip = self._unfit(names, ~norms.isfinite())
+        if self._skip is not None and look(self._skip):
+            gathering.forget()  # the step is left out as if there had been none
+            return None
+        # Distributed checkpoints make a step with lr = 0 and zero gradients, only to have the state initialised.
+        self._initialising = all(is_zero(g["lr"]) for g in self.param_groups) and not bool(norms.any())
+        if due:
+            self._ledger.fetch()
+        works = self._works(present, due)
+        uncovered: list[ParameterMatrix] = []
+        for work in works:
+            self._observe(work)
+        for together in self._refreshed_together([work for work in works if id(work.matrix) in due]):
+            self._take_up(together, gathering, uncovered)
+        if due:
+            self._ledger.fetch()
+        directions: Directions = {}
+        for work, direction in zip(works, self._precondition(works), strict=True):
+            directions.update(by_parameter(work, *self._fit_to_share(work, *direction)))
+            if self._initialising:
+                self._initialised(work.group, work.state)
+        for team in self._teams:
+            away = [m for m in present if self._team(m) is team and team.is_away(m)]
+            owned = {p: worked_out(p, directions[p]) for m in away for p in m.active_params if p in directions}
+            directions.update(team.hand_out(away, owned) if away else {})
+        self._warn_uncovered(uncovered)
+        return {param: direction for param, direction in directions.items() if param.grad is not None}
+
+    def _unfit(self, names: list[str], bad: Tensor) -> Tensor | None:
+        """Counts the gradients that are not finite; one flag for the step, None where the host sees that all is well.
+
+        Averaged gradients are the same on all ranks, and of sharded ones the ranks have agreed: all decide alike.
+        """
+        seen = look(bad)
+        if seen is not None and not any(seen):
+            return None
+        self._ledger.note("gradients", names, bad)
+        self._ledger.note("skipped", ("",), bad.any()[None])
+        return bad.any()
+
+    def _with_gradients(self) -> tuple[list[ParameterMatrix], list[str], Tensor]:
+        """The matrices of this step, and the names and norms of the gradients. A team that exchanges gradients or
+        directions in every step agrees on them first."""
+        busy = [team for team in self._teams if any(map(team.is_away, team.matrices))]
+        agreed = [agree(team) for team in busy]
+        apart = {id(m) for team in busy for m in team.matrices}
+        present = [m for m in self._matrices if id(m) not in apart and any(p.grad is not None for p in m.params)]
+        names, norms = gradient_norms(present)
+        for matrices, more_names, more_norms in agreed:
+            present, names = present + matrices, names + more_names
+            norms = torch.cat([norms.to(more_norms), more_norms])
+        return present, names, norms
+
+    def _works(self, present: Sequence[ParameterMatrix], due: set[int]) -> list[Work]:
+        """The parts of this step that are done on this rank. A matrix's curvature is in its first parameter's state."""
+        works = []
+        given: dict[int, list[Tensor]] = {}
+        for team in self._teams:
+            given.update(team.gather([m for m in present if self._team(m) is team]))
+        if len(self.state) != len(self._names):  # distributed checkpoints want an entry for every parameter
+            for param in (param for matrix in present for param in matrix.params):
+                self.state.setdefault(param, {})
+        for matrix in present:
+            group, state, its_team = self._group(matrix), self.state[matrix.params[0]], self._team(matrix)
+            if id(matrix) in due:
+                state["refreshed"] = self._measures(matrix)
+            if its_team is not None and not its_team.keeps(matrix):
+                continue
+            parts, rows = gradient_parts(matrix, self._complete(group), given.get(id(matrix)))
+            if self._skip is not None:  # the device knows whether: moving averages take in zeros, parameters nothing
+                parts = [part.masked_fill(self._skip.to(part.device), 0) for part in parts]
+            works.append(Work(matrix, group, state, parts, rows))
+        return works
+
+    def _fit_to_share(self, work: Work, direction: Tensor | list[Product], rows: Tensor | None) -> Direction:
+        """A direction that is handed out in parts: the owner decides for all ranks whether it is finite."""
+        team = self._team(work.matrix)
+        if team is not None and team.is_away(work.matrix):
+            assert isinstance(direction, Tensor)
+            bad = ~norms_of([direction]).isfinite()
+            self._ledger.note("steps", (work.matrix.name,), bad)
+            direction = direction.masked_fill(bad, 0)
+        return direction, rows
+
+    def _take_up(self, works: Sequence[Work], gathering: Gathering, uncovered: list[ParameterMatrix]) -> None:
+        """The refreshes of these matrices, from what was gathered for them."""
+        tasks: list[Task] = []
+        for work in works:
+            matrix = work.matrix
+            gathered = gathering.take(matrix)
+            matrix.missed = gathered is None and self._captures(work.group) and not self._initialising
+            if self._captures(work.group) and (matrix.source == "batch" or gathered is None):
+                uncovered.append(matrix)
+                gathered = None
+            tasks.append((work, gathered, Trouble(climb=self._ledger.needs_help(matrix.name))))
+        held = [dict(work.state) for work in works]
+        self._refresh_all(tasks)
+        for (work, _, trouble), before in zip(tasks, held, strict=True):
+            if not trouble.later:
+                self._conclude(work, before, trouble)
+
+    def _conclude(self, work: Work, held: State, trouble: Trouble) -> None:
+        """After a refresh has brought new state: the last good one again where it failed, and the ledger."""
+        if trouble.unsolved is not None:
+            keep_last_good(work.state, held, trouble.unsolved)
+        for kind, flag in (("dropped", trouble.dropped), ("retried", trouble.retried), ("plain", trouble.plain)):
+            if flag is not None:  # in a step that is skipped anyway, the gradients are the fault
+                fault = flag if self._skip is None else flag & ~self._skip.to(flag.device)
+                self._ledger.note(kind, (work.matrix.name,), fault[None])
+
+    def _advance(self) -> None:
+        """k <- k + 1, and the capture armed for the matrices that are due in the next step."""
+        for group in self.param_groups:
+            if not self._initialising:
+                group["step"] += 1
+        if self._gathering is not None:
+            self._gathering.forget()
+        self._arm()
+        if self._ledger.steps % FETCH_EVERY == 0:
+            self._ledger.fetch()
+
+    def health(self) -> Health:
+        """What went wrong and was put right since the optimizer was made: steps skipped, refreshes dropped, layers.
+
+        Examples:
+            >>> ngplus.NGPlus(nn.Linear(3, 2)).health().good
+            True
+        """
+        return self._ledger.health()
+
+    def _warn_uncovered(self, uncovered: list[ParameterMatrix]) -> None:
+        """One warning, until the parameters are others, with the names of all that has no per-sample curvature."""
+        if self._warned or self._initialising or not uncovered:
+            return
+        self._warned = True
+        shown = [f"{', '.join(m.names)} ({m.note})" for m in uncovered[:20]]
+        more = f" and {len(uncovered) - 20} more" if len(uncovered) > 20 else ""
+        warn(
+            f"No per-sample curvature for {'; '.join(shown)}{more}. "
+            "Mini-batch curvature is used for them; plan() lists all, and the documentation's page on trouble-shooting "
+            "says what to do about each reason"
+        )
+
+
+def is_zero(lr: float | Tensor) -> bool:
+    """Of a learning rate; one on an accelerator is not looked at."""
+    return float(lr) == 0.0 if not isinstance(lr, Tensor) or lr.is_cpu else False
+
+
+def by_parameter(
+    work: Work, direction: Tensor | list[Product], rows: Tensor | None
+) -> Mapping[nn.Parameter, Tensor | Product]:
+    """A matrix's direction as those of its parameters."""
+    if isinstance(direction, list):
+        return dict(zip(work.matrix.active_params, direction, strict=True))
+    if rows is not None:
+        first = work.matrix.params[0]
+        values = direction[0].to(first.dtype).contiguous()
+        return {first: torch.sparse_coo_tensor(rows, values, first.shape, is_coalesced=True, check_invariants=False)}
+    parts = zip(work.matrix.active_params, work.matrix.layout.split(direction), strict=True)
+    return {param: part.to(param.dtype) for param, part in parts}

@@ -1,0 +1,341 @@
+"""An optimizer whose parameters are bound to matrices: which matrix has which parameters, options, ranks and capture.
+
+What stands here changes rarely: construction, a new parameter group, the ranks found, a checkpoint loaded. Whether a
+matrix is due for a refresh, every T steps and early, is told from here, too. The step itself is in
+:mod:`ngplus.optimizers.base`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from ngplus.capture.accumulator import Gathered
+from ngplus.capture.calls import BatchDims, SampleIndex
+from ngplus.capture.collector import Gathering
+from ngplus.capture.matrices import ParameterMatrix, Use, collect, named
+from ngplus.diagnostics.health import Ledger
+from ngplus.distributed.collectives import DISTRIBUTIONS, Ranks, Replicas, Team
+from ngplus.distributed.sharded import shards_of
+from ngplus.optimizers import checkpoints, options
+from ngplus.optimizers.param_groups import check_model, check_parameters, inside, labels, with_names
+from ngplus.utils.typing import Group, State
+from ngplus.utils.validation import choice
+from ngplus.utils.warnings import no_such_name
+
+# Arguments that no group has for itself.
+OF_ALL = ("model", "batch_dim", "sample_index", "process_group", "distribution")
+OF_ALL_RANKS = ("momentum_buffer", "refreshed", "refresh_interval", "refresh_at")  # state that not only the owner has
+# Options that decide whether a matrix is due for a refresh.
+ARMING = ("step", "update_every", "early_refreshes", "scaling", "curvature", "side", "block_size", "sketch")
+
+
+def early_refreshes(every: int) -> list[int]:
+    """After how many steps the early ones come: none, 1, 5, 25, ..., below T/2."""
+    steps, power = [0], 1
+    while 2 * power < every:
+        steps.append(power)
+        power *= 5
+    return steps
+
+
+def next_refresh(group: Mapping[str, Any]) -> int:
+    """The step of the first refresh from a group's present step on, this one included."""
+    step, every = group["step"], group["update_every"]
+    early = early_refreshes(every) if group["early_refreshes"] else [0]
+    later = next((at for at in early if at >= step), None)
+    return early[-1] - (early[-1] - step) // every * every if later is None else later
+
+
+class BoundOptimizer(Optimizer):
+    """Parameters, options, matrices, teams and the capture of one optimizer, and the checkpoints of its state."""
+
+    _gathers: type[Gathered] = Gathered
+    _neutral: Mapping[str, Any] = {}  # values for the options of NG+ that a rival does not have
+    _own_keys: tuple[str, ...] = ("momentum_buffer",)  # state that has the parameter's dtype; all else keeps its own
+
+    def __init__(
+        self,
+        params: nn.Module | ParamsT,
+        model: nn.Module | None,
+        batch_dim: BatchDims,
+        defaults: dict[str, Any],
+        process_group: ProcessGroup | None = None,
+        distribution: str = "communication",
+        sample_index: SampleIndex | None = None,
+    ) -> None:
+        choice("distribution", distribution, DISTRIBUTIONS)
+        self._distribution = distribution
+        if sample_index is not None and not callable(sample_index):
+            raise ValueError(f"Invalid sample_index: {sample_index!r} (a function of the model's inputs)")
+        defaults = {**defaults, "step": 0, "state_version": checkpoints.VERSION}
+        self._check({**defaults, **self._settled(defaults)})
+        self._option_names = tuple(defaults)
+        if isinstance(params, nn.Module):
+            if model is not None and model is not params:
+                raise ValueError(
+                    f"{type(self).__name__} got two models, one in place of the parameters and one as model=: give one"
+                )
+            model = params
+            params = list(inside(model).named_parameters())
+            if not params:
+                raise ValueError(f"The model {type(model).__name__} has no parameters: there is nothing to train")
+        if model is not None:
+            check_model(model)
+        self._ranks = Ranks.of(model, process_group)
+        # A compiled model's hooks would be compiled with it: watch the model inside, and run refresh steps eagerly.
+        self._model = None if model is None else inside(model)
+        self._compiled = model if hasattr(model, "_orig_mod") else None
+        self._batch_dim: BatchDims = dict(batch_dim) if isinstance(batch_dim, Mapping) else batch_dim
+        self._sample_index = sample_index
+        self._matrices: list[ParameterMatrix] = []
+        self._gathering: Gathering | None = None
+        super().__init__(params, defaults)
+        own = set() if self._model is None else set(self._model.parameters())
+        if self._model is not None and own.isdisjoint(p for group in self.param_groups for p in group["params"]):
+            raise ValueError(
+                f"None of the parameters is one of model=, a {type(self._model).__name__}: give the model that they "
+                "are of, as it is now (a copy, or one that was sharded since, has others)"
+            )
+        self._watch()
+
+    # ---------------------------------------------------------------------------------------------- of each method
+
+    def _captures(self, group: Mapping[str, Any]) -> bool:
+        """Does this group's curvature come from captured factors?"""
+        return True
+
+    def _sums(self, group: Mapping[str, Any]) -> bool:
+        """Does a refresh write out the G_i of all samples, so that their sum is the gradient?"""
+        return False
+
+    def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
+        """Is there curvature, of the size and precision that the matrix has at present?"""
+        raise NotImplementedError
+
+    def _bound(self, uses: list[Use]) -> None:
+        """After parameters have been bound to matrices."""
+
+    def _settled(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Values for the options that a group leaves open."""
+        return {}
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        """ValueError for the first option that does not make sense."""
+        options.check(self._complete(group))
+
+    def _complete(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**self._neutral, **group} if self._neutral else group
+
+    # ---------------------------------------------------------------------------------------------- binding
+
+    def _watch(self) -> None:
+        """Binds parameters to matrices and installs the capture; again whenever the parameters change."""
+        if self._gathering is not None:
+            self._gathering.remove()
+        self._ledger = self.__dict__.get("_ledger") or Ledger()
+        self._warned = False
+        in_model = named(self._model.named_parameters(remove_duplicate=False)) if self._model is not None else {}
+        names: dict[nn.Parameter, str] = {}
+        for g, group in enumerate(self.param_groups):
+            given = group.get("param_names") or labels(g, len(group["params"]))
+            names.update({p: in_model.get(p, label) for p, label in zip(group["params"], given, strict=True)})
+        self._names = names
+        self._of_param: dict[nn.Parameter, Group] = {p: group for group in self.param_groups for p in group["params"]}
+        # Empty parameters have no matrix and no step.
+        self._matrices, uses = collect(self._model, {p: name for p, name in names.items() if p.numel() > 0})
+        self._of_matrix = {id(matrix): self._of_param[matrix.params[0]] for matrix in self._matrices}
+        # A matrix that has an owner keeps it: its curvature is there.
+        old: list[Team] = self.__dict__.get("_teams", [])
+        self._owners = {m.params[0]: team.owners[id(m)] for team in old for m in team.matrices}
+        self._teams: list[Team] = list(
+            shards_of(self._matrices, self._model, self._of_param, self._owners, self._ranks)
+        )
+        self._team_of = {id(matrix): team for team in self._teams for matrix in team.matrices}
+        self._gathering = Gathering(self._matrices, self._of_param, self._gathers, self._arm_anew)
+        self._find_replicas()
+        if self._model is not None and any(map(self._captures, self.param_groups)):
+            self._gathering.watch(self._model, uses, self._batch_dim, self._sample_index, self._compiled)
+        self._bound(uses)
+        self._arm()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch.optim; the new parameters' first refresh is at the next step."""
+        if isinstance(param_group, dict):
+            if misplaced := [name for name in OF_ALL if name in param_group]:
+                raise ValueError(
+                    f"A parameter group takes no {', '.join(misplaced)}: give it to {type(self).__name__} itself, "
+                    "where it is for all groups"
+                )
+            param_group = {**param_group, "step": 0}
+            param_group.update(self._settled({**self.defaults, **param_group}))
+            merged = {**self.defaults, **param_group}
+            self._check(merged)
+            if self._captures(merged) and self._model is None:
+                raise ValueError(
+                    f"{type(self).__name__} takes its curvature from the samples that the model sees: give the module "
+                    "in place of its parameters, or as model= (NGPlus with curvature='batch' needs none)"
+                )
+            param_group = with_names(param_group, self.param_groups, self._model)
+        super().add_param_group(param_group)
+        added = self.param_groups[-1]
+        try:
+            check_parameters(added)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        if self._matrices:
+            self._watch()
+
+    def _find_replicas(self) -> None:
+        """The team of the plain parameters; the model may be put into a DistributedDataParallel after the optimizer."""
+        assert self._gathering is not None
+        ranks = self._ranks or Ranks.of(self._gathering.wrapper, None)
+        if ranks is None or any(isinstance(team, Replicas) for team in self._teams):
+            return
+        plain = [m for m in self._matrices if self._team(m) is None]
+        if plain:
+            self._teams.append(Replicas(ranks, plain, self._of_param, self._distribution, self._owners))
+            self._team_of.update({id(matrix): self._teams[-1] for matrix in plain})
+            self._drop_what_others_keep()
+
+    def _drop_what_others_keep(self) -> None:
+        """State that its owner alone keeps up: in a checkpoint of this rank it would stand beside the owner's."""
+        for team in self._teams:
+            for matrix in team.matrices:
+                if not team.keeps(matrix) and matrix.params[0] in self.state:
+                    state = self.state[matrix.params[0]]
+                    for key in [key for key in state if key not in OF_ALL_RANKS]:
+                        del state[key]
+
+    def _team(self, matrix: ParameterMatrix) -> Team | None:
+        """The ranks that share the work on a matrix."""
+        return self._team_of.get(id(matrix))
+
+    def _group(self, matrix: ParameterMatrix) -> Group:
+        """A matrix goes by the options of its first parameter's group."""
+        return self._of_matrix[id(matrix)]
+
+    @property
+    def _many_ranks(self) -> bool:
+        return bool(self._teams)
+
+    def _find(self, which: str | nn.Parameter) -> ParameterMatrix:
+        for matrix in self._matrices:
+            if (which in matrix.names) if isinstance(which, str) else any(which is p for p in matrix.params):
+                return matrix
+        if not isinstance(which, str):
+            raise KeyError(
+                f"A parameter of shape {tuple(which.shape)} is not one of this optimizer's: plan() lists them"
+            )
+        raise KeyError(no_such_name(which, [name for m in self._matrices for name in m.names], "this optimizer"))
+
+    # ---------------------------------------------------------------------------------------------- when to refresh
+
+    def _due(self, matrix: ParameterMatrix) -> bool:
+        group = self._complete(self._group(matrix))
+        if not matrix.cut_of(group).stacks:  # no side is curved
+            return False
+        return group["step"] == next_refresh(group) or not self._fitted(matrix)
+
+    def _fitted(self, matrix: ParameterMatrix) -> bool:
+        """Is there curvature that fits? Where it is with its owner alone, all ranks go by what they have noted."""
+        # .get: a look must not make an entry, since an optimizer with no state is one that has not been initialised
+        held, team = self.state.get(matrix.params[0], {}), self._team(matrix)
+        if team is not None and team.is_away(matrix):
+            return bool(held.get("refreshed") == self._measures(matrix))
+        return self._fits(matrix, self._group(matrix), held)
+
+    def _measures(self, matrix: ParameterMatrix) -> int:
+        """What the curvature was last made for, as a number: torch's load_state_dict does not take strings."""
+        group = self._complete(self._group(matrix))
+        cut = matrix.cut_of(group)
+        return zlib.crc32(f"{matrix.side(group['side'])} {cut} {matrix.dtype} {group['scaling']}".encode())
+
+    def _arm(self) -> None:
+        self._armed_by = self._arming_options()
+        for matrix in self._matrices:
+            matrix.armed = self._captures(self._group(matrix)) and matrix.source != "batch" and self._due(matrix)
+            matrix.known = self._sums(self._group(matrix)) and "refreshed" in self.state.get(matrix.params[0], {})
+        if self._gathering is not None:
+            self._gathering.note_armed()
+
+    def _arm_anew(self, changed: bool) -> None:
+        """Before a pass: a matrix, or an option that makes a refresh due, may have been changed since the last step."""
+        if changed or self._arming_options() != self._armed_by:
+            self._arm()
+
+    def _arming_options(self) -> list[list[Any]]:
+        return [[group.get(name) for name in ARMING] for group in self.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch.optim; what a backward pass without a step has gathered is dropped with its gradients."""
+        if self._gathering is not None:
+            self._gathering.drop()
+        super().zero_grad(set_to_none)
+
+    # ---------------------------------------------------------------------------------------------- state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch.optim, but curvature keeps its own precision whatever the parameters' dtype.
+
+        What is damaged, of another optimizer or of a later layout raises a ValueError, and nothing is changed.
+        """
+        seen: list[dict[str, Any]] = []  # what is loaded, after the user's own hooks
+
+        def check(_: Optimizer, given: dict[str, Any]) -> None:
+            own = [[(self._names[p], p) for p in group["params"]] for group in self.param_groups]
+            checkpoints.check(given, own, type(self).__name__, lambda group: self._check(self._loaded(group)))
+            seen.append(given)
+
+        handle = self.register_load_state_dict_pre_hook(check)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        ids = [i for group in seen[-1]["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for i, param in zip(ids, params, strict=True):
+            for key, value in seen[-1]["state"].get(i, {}).items():
+                if isinstance(value, Tensor) and key not in self._own_keys:
+                    self.state[param][key] = value.detach().clone().to(param.device)
+                elif isinstance(value, dict) and not value:  # a distributed checkpoint's way to say "not there"
+                    self.state[param].pop(key, None)
+        for group in self.param_groups:
+            loaded = self._loaded(group)
+            group.update({key: loaded[key] for key in self._option_names})
+        self._of_param.update({param: group for group in self.param_groups for param in group["params"]})
+        self._of_matrix = {id(matrix): self._of_param[matrix.params[0]] for matrix in self._matrices}
+        for team in self._teams:
+            for matrix in filter(team.owns, team.matrices):
+                held = self.state.get(matrix.params[0], {})
+                made = held.get("refreshed") == self._measures(matrix)  # else it is due for a refresh anyway
+                if team.is_away(matrix) and made and not self._fits(matrix, self._group(matrix), held):
+                    raise RuntimeError(
+                        f"The curvature of {matrix.name!r} is not in the state that was loaded. Where each rank keeps "
+                        "its share, save with torch.distributed.checkpoint, or each rank's state in a file of its own"
+                    )
+        self._drop_what_others_keep()
+        if self._gathering is not None:
+            self._gathering.forget()
+        self._arm()
+
+    def _loaded(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a saved group; those that are newer than its checkpoint get a value."""
+        merged = {**self.defaults, **checkpoints.renewed(group)}
+        return {**merged, **self._settled(merged)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_model", "_batch_dim", "_sample_index", "_option_names", "_distribution")
+        return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}, "_compiled": None, "_ranks": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_matrices" not in self.__dict__:  # a copy, and not Optimizer.load_state_dict
+            self._gathering = None
+            self._watch()

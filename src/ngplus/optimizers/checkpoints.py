@@ -1,0 +1,113 @@
+"""The state of an optimizer on disk: the version of its layout, and whether a state_dict is fit to be loaded.
+
+======= =========================================================================================================
+version layout
+======= =========================================================================================================
+0       before there were versions: groups have no ``state_version``. Loads; newer options get their default, those
+        of layout 2 what was done before them
+1       ``state_version`` in each group
+2       ``early_refreshes``; ``side="auto"`` is written out, as "both" or "smaller"
+3       ``side="auto"`` is written as such, and leaves vectors and plain tables without a basis
+4       ``second_moment``; ``"factored"`` ones in ``exp_avg_sq_row`` and ``exp_avg_sq_col``
+======= =========================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ngplus.utils.dtensor import is_dtensor, local
+
+VERSION = 4
+NEEDED = ("lr", "damping", "update_every", "step")  # in the groups of NG+ and its rivals, and in no other optimizer's
+
+
+def check(
+    given: Any,
+    params: Sequence[Sequence[tuple[str, Tensor]]],
+    whose: str,
+    check_options: Callable[[Mapping[str, Any]], None],
+) -> None:
+    """ValueError, before anything is changed, for what is not a state_dict of this kind of optimizer and model.
+
+    ``params`` are the parameters of each group with their names, ``check_options`` refuses options that make no sense.
+    """
+    groups, state = _parts(given, whose)
+    if [len(group["params"]) for group in groups] != [len(own) for own in params]:
+        raise ValueError(
+            f"The state_dict has {[len(group['params']) for group in groups]} parameters in its groups, "
+            f"this {whose} has {[len(own) for own in params]}: make it of the same model and "
+            "parameter groups as the one that was saved"
+        )
+    for group, own in zip(groups, params, strict=True):
+        saved, names = list(group.get("param_names") or ()), [name for name, _ in own]
+        if saved != names and sorted(saved) == sorted(names):
+            raise ValueError(
+                "The parameters of the state_dict stand in another order than those of this optimizer, and state goes "
+                "by their places: give them in the order in which they were saved"
+            )
+    for group in groups:
+        missing = [key for key in NEEDED if key not in group]
+        if missing:
+            raise ValueError(f"The state_dict is not of {whose}: its groups have no {', '.join(missing)}")
+        version = group.get("state_version", 0)
+        if not isinstance(version, int) or not 0 <= version <= VERSION:
+            raise ValueError(
+                f"The state_dict has layout {version!r}, and this ngplus reads layouts 0 to {VERSION}: "
+                "load it with the version of ngplus that has written it, or a newer one"
+            )
+        if not isinstance(group["step"], int) or group["step"] < 0:
+            raise ValueError(f"The state_dict is damaged: step={group['step']!r}")
+        check_options(group)
+    ids = [i for group in groups for i in group["params"]]
+    by_id = dict(zip(ids, [named for own in params for named in own], strict=True))
+    for i, entries in state.items():
+        if i in by_id:
+            name, param = by_id[i]
+            _check_entries(name, param, entries)
+
+
+def renewed(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved group's options in today's words, with the meaning that they had."""
+    old = {"second_moment": "full", **group, "state_version": VERSION}
+    if group.get("state_version", 0) >= 2:
+        return old
+    old = {"early_refreshes": False, **old}
+    return {**old, "side": "smaller"} if group.get("side") == "auto" else old
+
+
+def _parts(given: Any, whose: str) -> tuple[list[dict[str, Any]], Mapping[Any, Any]]:
+    groups = given.get("param_groups") if isinstance(given, Mapping) else None
+    state = given.get("state") if isinstance(given, Mapping) else None
+    fit = isinstance(state, Mapping) and isinstance(groups, list | tuple)
+    if not fit or not all(isinstance(g, Mapping) and isinstance(g.get("params"), list | tuple) for g in groups or ()):
+        raise ValueError(
+            f"This is not the state_dict of an optimizer, and so none of {whose}: it has no 'state' and "
+            "'param_groups'. Of a checkpoint with several entries, give the optimizer's own"
+        )
+    assert isinstance(state, Mapping)
+    return list(groups or ()), state
+
+
+def _check_entries(name: str, param: Tensor, entries: Any) -> None:
+    if not isinstance(entries, Mapping) or not all(isinstance(key, str) for key in entries):
+        raise ValueError(f"The state_dict is damaged: the state of parameter {name} is no dict of names")
+    for key, value in entries.items():
+        if isinstance(value, Tensor):
+            if key == "momentum_buffer" and value.shape != param.shape:
+                raise ValueError(
+                    f"The state_dict does not fit the model: {key} of parameter {name} is {tuple(value.shape)}, "
+                    f"the parameter {tuple(param.shape)}"
+                )
+            if key == "momentum_buffer" and is_dtensor(param) and not is_dtensor(value):
+                raise ValueError(
+                    f"The state_dict does not fit the model: {key} of parameter {name} is whole, and the parameter is "
+                    "sharded. Take it up with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+                )
+            if value.is_floating_point() and not bool(local(value).isfinite().all()):
+                raise ValueError(f"The state_dict is damaged: {key} of parameter {name} is not finite")
+        elif not isinstance(value, int | float | Mapping):
+            raise ValueError(f"The state_dict is damaged: {key} of parameter {name} is a {type(value).__name__}")

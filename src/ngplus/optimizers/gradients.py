@@ -1,0 +1,90 @@
+"""The gradients of a step as matrices, their norms, on which ranks agree, and the loss scale of those captured."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ngplus.capture.matrices import ParameterMatrix
+from ngplus.distributed.collectives import Team
+from ngplus.utils.dtensor import local
+from ngplus.utils.finite import norms_of
+
+
+def gradient_parts(
+    matrix: ParameterMatrix, group: Mapping[str, Any], given: Sequence[Tensor] | None = None
+) -> tuple[list[Tensor], Tensor | None]:
+    """G, [groups, m, n], as the parts that stand side by side in it, one for each trained parameter. Of a sparse
+    gradient only the rows that it touches, and their indices.
+
+    ``given`` are the gradients of the trained parameters where they had to be put together from several ranks.
+    """
+    grads = [p.grad for p in matrix.active_params] if given is None else list(given)
+    rows, first = None, grads[0]
+    if first is not None and first.is_sparse:
+        if group["weight_decay"] != 0:
+            raise RuntimeError(
+                f"weight_decay option is not compatible with the sparse gradient of {matrix.name!r}: give it a "
+                "parameter group with weight_decay=0"
+            )
+        first = first.coalesce()
+        one_sided = len(matrix.cut_of(group).sides("right")) == 1
+        if len(grads) == 1 and one_sided and matrix.side(group["side"]) == "right" and matrix.kinds[0] == "rows":
+            rows = first.indices()
+        grads[0] = first.values().flatten(1) if rows is not None else first.to_dense()
+    if rows is not None:
+        assert grads[0] is not None
+        parts = [grads[0][None]]
+    else:
+        pairs = zip(matrix.active_params, grads, strict=True)
+        parts = matrix.layout.parts([torch.zeros_like(p) if g is None else g for p, g in pairs])
+    parts = [part.to(matrix.dtype) for part in parts]
+    return ([-part for part in parts] if group["maximize"] else parts), rows
+
+
+def gradient_norms(matrices: Iterable[ParameterMatrix]) -> tuple[list[str], Tensor]:
+    """The names of the parameters that have gradients, and the norms of these. One that is finite says that every
+    entry is, and its square as well."""
+    grads = [(name, p.grad) for m in matrices for name, p in zip(m.names, m.params, strict=True) if p.grad is not None]
+    if not grads:
+        return [], torch.zeros(0)
+    return [name for name, _ in grads], norms_of([local(grad) for _, grad in grads])
+
+
+def agree(team: Team) -> tuple[list[ParameterMatrix], list[str], Tensor]:
+    """The matrices of a team for which any rank has a gradient, and the names and norms, the same on all ranks.
+
+    What one rank has to skip all skip, so that none waits for it.
+    """
+    rows = [(name, p) for m in team.matrices for name, p in zip(m.names, m.params, strict=True)]
+    table = torch.zeros(len(rows), 2, dtype=torch.float64)
+    present = [(i, local(p.grad)) for i, (_, p) in enumerate(rows) if p.grad is not None]
+    if present:
+        norms = norms_of([grad for _, grad in present]).double().cpu()
+        table[[i for i, _ in present]] = torch.stack((norms, torch.ones_like(norms)), dim=1)
+    shared = table.to(rows[0][1].device)
+    team.agree(shared)
+    norms, counts = shared.cpu().unbind(1)
+    seen = {p for (_, p), count in zip(rows, counts.tolist(), strict=True) if count}
+    return [m for m in team.matrices if any(p in seen for p in m.params)], [name for name, _ in rows], norms
+
+
+def captured_scale() -> Tensor | float:
+    """The factor that gradients captured during backward carry in mixed precision.
+
+    A GradScaler takes it off .grad before the step, and skips the step where it finds an overflow, as with any torch
+    optimizer. Only the scaler that is calling knows the number.
+    """
+    frame = inspect.currentframe()
+    # No look at the variables of other frames: Python would keep them alive with the frame.
+    while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
+        frame = frame.f_back
+    scaler = None if frame is None else frame.f_locals["self"]
+    if scaler is None or not scaler.is_enabled():
+        return 1.0
+    scale = scaler._get_scale_async()  # get_scale() waits for the device
+    return 1.0 if scale is None else scale

@@ -1,0 +1,68 @@
+"""Parameters as a user gives them: found in a wrapped model, named, and refused where NG+ cannot take them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ngplus.capture.matrices import named
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """The model that torch.compile or DistributedDataParallel has wrapped, whose parameters have their plain names."""
+    for wrapper in ("module", "_orig_mod"):
+        inner = getattr(model, wrapper, None)
+        wraps = wrapper == "_orig_mod" or isinstance(model, nn.parallel.DistributedDataParallel)
+        if wraps and isinstance(inner, nn.Module):
+            return inside(inner)
+    return model
+
+
+def check_model(model: nn.Module) -> None:
+    """ValueError for a model whose parameters are no tensors of their own shapes."""
+    wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if wrapper is not None and any(isinstance(module, wrapper) for module in model.modules()):
+        raise ValueError(
+            "FullyShardedDataParallel (FSDP1) makes one flat vector of many parameters, and NG+ needs their matrices: "
+            "shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
+
+
+def labels(group: int, count: int) -> list[str]:
+    """Names for parameters that have none."""
+    return [f"param_groups[{group}]['params'][{i}]" for i in range(count)]
+
+
+def with_names(
+    param_group: dict[str, Any], groups: Sequence[Mapping[str, Any]], model: nn.Module | None
+) -> dict[str, Any]:
+    """Torch wants all groups named or none; a model names its parameters, so later groups get their names, too."""
+    if not groups or "param_names" not in groups[0]:
+        return param_group
+    given = param_group["params"]
+    params = [given] if isinstance(given, Tensor) else list(given)
+    if any(isinstance(p, tuple) for p in params):
+        return {**param_group, "params": params}
+    names: dict[Any, str] = dict(named(model.named_parameters())) if model is not None else {}
+    others = labels(len(groups), len(params))
+    pairs = [(names.get(p, label), p) for p, label in zip(params, others, strict=True)]
+    return {**param_group, "params": pairs}
+
+
+def check_parameters(group: Mapping[str, Any]) -> None:
+    """ValueError, with the name, for the first parameter that cannot be taken."""
+    params = group["params"]
+    names = group.get("param_names") or [f"number {i}" for i in range(len(params))]
+    if len(set(params)) != len(params):
+        twice = next(i for i, p in enumerate(params) if any(p is q for q in params[:i]))
+        raise ValueError(f"A parameter is given twice in one parameter group: {names[twice]}. Leave one of them out")
+    for name, param in zip(names, params, strict=True):
+        if getattr(param, "_is_flat_param", False):
+            raise ValueError(f"Parameter {name} is a flat one of FSDP1; NG+ needs matrices: shard with fully_shard")
+        if param.is_complex():
+            raise ValueError(f"Parameter {name} is complex; only real ones are taken: keep torch.view_as_real of it")
+        if not param.is_floating_point():
+            raise ValueError(f"Parameter {name} is {param.dtype}; only floating-point ones are taken: make it a buffer")

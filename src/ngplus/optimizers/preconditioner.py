@@ -1,0 +1,78 @@
+"""The curvature of NG+ in front of any torch optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ngplus.diagnostics.health import Health
+from ngplus.diagnostics.plan import Plan
+from ngplus.optimizers.ngplus import NGPlus
+from ngplus.preconditioners.curvature import Curvature
+
+
+class Preconditioner:
+    """Replaces each ``.grad`` by its NG+ direction (lambda I + L)^-1 G; the step is left to another optimizer.
+
+    That optimizer should take the direction as it is, as SGD does. Adam would scale each number again, and undo what
+    was gained: no trial in front of it was better than Adam alone. A GradScaler is not known here: use none.
+
+    Examples:
+        >>> model = nn.Linear(4, 2)
+        >>> preconditioner = ngplus.Preconditioner(model, scaling="adaptive", momentum=0.9)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        >>> model(torch.randn(8, 4)).square().mean().backward()
+        >>> preconditioner.step()
+        >>> optimizer.step()
+
+    Args:
+        model: the module, or parameters with ``model=`` or ``curvature="batch"``, as in ``NGPlus``.
+        options: those of ``NGPlus`` that shape the direction. Learning rate, momentum and weight decay are
+            the other optimizer's. The scaling is "inverse" unless it is given. With "adaptive", ``momentum`` (0 unless
+            it is given) and ``nesterov`` are those of Adam's first moment; with ``graft="adam"``, ``momentum`` is.
+    """
+
+    def __init__(self, model: nn.Module | Any, **options: Any) -> None:
+        of_the_step = {"lr", "nesterov", "momentum", "weight_decay", "decoupled_weight_decay", "maximize"}
+        if options.get("scaling") == "adaptive":
+            of_the_step -= {"momentum", "nesterov"}
+        elif options.get("graft") == "adam":
+            of_the_step -= {"momentum"}
+        if foreign := of_the_step & set(options):
+            raise TypeError(
+                f"Preconditioner takes no {', '.join(sorted(foreign))}: give it to the optimizer that makes the step"
+            )
+        self._optimizer = NGPlus(model, lr=1.0, **{"momentum": 0.0, "scaling": "inverse", **options})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups, whose ``damping`` and ``update_every`` a schedule can change."""
+        return self._optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Puts the direction in the place of each gradient, as a new tensor; zeros where it is not finite."""
+        self._optimizer._replace_gradients()
+
+    def plan(self, batch_size: int | None = None, positions: int | Mapping[str, int] = 1) -> Plan:
+        """As of ``NGPlus``."""
+        return self._optimizer.plan(batch_size, positions)
+
+    def health(self) -> Health:
+        """See :meth:`ngplus.NGPlus.health`."""
+        return self._optimizer.health()
+
+    def curvature(self, which: str | nn.Parameter) -> Curvature:
+        """As of ``NGPlus``."""
+        return self._optimizer.curvature(which)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The curvature and the options, as of a torch optimizer."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up a state that ``state_dict`` gave."""
+        self._optimizer.load_state_dict(state_dict)

@@ -1,0 +1,189 @@
+"""From directions to parameters: grafted step lengths, weight decay, momentum, and the update itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ngplus.fisher.inverses import Product
+from ngplus.utils.dtensor import like, local
+from ngplus.utils.finite import LONGEST_STEP, look, norms_of, zero_where
+
+Group = dict[str, Any]
+State = dict[str, Any]
+
+
+def worked_out(param: nn.Parameter, direction: Tensor | Product) -> Tensor:
+    return direction.tensor().reshape(param.shape) if isinstance(direction, Product) else direction
+
+
+def update_parameters(
+    group: Mapping[str, Any],
+    directions: Mapping[nn.Parameter, Tensor | Product],
+    states: MutableMapping[Tensor, State],
+    skip: Tensor | None = None,
+    length: Tensor | None = None,
+) -> tuple[list[nn.Parameter], Tensor]:
+    """Momentum and weight decay of torch.optim.SGD on the directions, then W <- W - lr * direction.
+
+    Rows of a sparse gradient come and go: they get no momentum, and weight decay refuses them, as SGD does.
+
+    A step that would leave its parameter not finite is left out, and its momentum begins anew: the parameters are
+    returned with a flag for each, [n]. Where ``skip`` is set, no parameter changes. ``length``: no direction is longer.
+    """
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        lr = lr.reshape(())
+    elif torch.compiler.is_compiling():  # a number becomes a constant of the graph, and a schedule recompiles it
+        lr = torch.zeros(()) + lr
+    params = [param for param in group["params"] if param in directions]
+    if not params:
+        return params, torch.zeros(0, dtype=torch.bool)
+    steps = _steps(group, params, [directions[param] for param in params], states)
+    parts = [local(param) for param in params]
+    bad = _too_long(parts, steps, lr, length if group["weight_decay"] == 0 else None)
+    _subtract(parts, steps, lr, bad if skip is None else bad | skip)
+    seen = look(bad)
+    if seen is None or any(seen):
+        buffers = [states[param].get("momentum_buffer") for param in params]
+        zero_where(bad, [torch.empty(0) if buffer is None else local(buffer) for buffer in buffers])
+    return params, bad
+
+
+def _steps(
+    group: Mapping[str, Any],
+    params: list[nn.Parameter],
+    directions: Sequence[Tensor | Product],
+    states: MutableMapping[Tensor, State],
+) -> list[Tensor]:
+    """The directions with weight decay and momentum."""
+    decay, decoupled = group["weight_decay"], group["decoupled_weight_decay"]
+    momentum = group["momentum"] if group["scaling"] == "inverse" else 0.0
+    for param in params if momentum != 0 else ():
+        held = states[param].get("momentum_buffer")
+        if held is not None and held.dtype != param.dtype:  # the model was cast
+            states[param]["momentum_buffer"] = held.to(param.dtype)
+    in_product = momentum != 0 and not group["nesterov"] and group["step"] > 0
+    steps: list[Tensor] = []
+    added, rest = [], []  # those whose momentum is a part of their product, and all others that are not sparse
+    for i, (param, direction) in enumerate(zip(params, directions, strict=True)):
+        if in_product and isinstance(direction, Product) and "momentum_buffer" in states[param]:
+            steps.append(states[param]["momentum_buffer"])
+            direction.add_to(steps[-1], momentum)
+            added.append(i)
+        else:
+            steps.append(worked_out(param, direction))
+            if not direction.is_sparse:
+                rest.append(i)
+
+    def pick(tensors: Sequence[Tensor], which: list[int]) -> list[Tensor]:
+        return [tensors[i] for i in which]
+
+    def replace(which: list[int], new: Sequence[Tensor]) -> None:
+        for i, step in zip(which, new, strict=True):
+            steps[i] = step
+
+    weights = [local(param) for param in params]  # of sharded parameters, the part that is here
+    if decay != 0 and not decoupled:
+        if added:
+            torch._foreach_add_(pick(steps, added), pick(weights, added), alpha=decay)
+        if rest:
+            replace(rest, torch._foreach_add(pick(steps, rest), pick(weights, rest), alpha=decay))
+    if rest and momentum != 0:
+        replace(rest, _with_momentum(group, [params[i] for i in rest], pick(steps, rest), states))
+    if decay != 0 and decoupled and added + rest:
+        dense = added + rest
+        replace(dense, torch._foreach_add(pick(steps, dense), pick(weights, dense), alpha=decay))
+    return steps
+
+
+def _too_long(params: Sequence[Tensor], steps: list[Tensor], lr: float | Tensor, length: Tensor | None) -> Tensor:
+    """Flags, [n], of the steps that are not finite, or so long that they could leave a parameter not finite."""
+    coarse = any(param.dtype == torch.float16 for param in params)  # whose range ends at 65504
+    if length is not None and not coarse and look(length * lr < LONGEST_STEP):
+        return torch.zeros(len(steps), dtype=torch.bool)
+    norms = norms_of(steps)
+    bad = ~(norms * lr < LONGEST_STEP)  # what is not a number is below nothing
+    for i, (param, step) in enumerate(zip(params, steps, strict=True)):
+        if param.dtype == torch.float16:
+            bad[i] |= ~((param.float() - lr * step.float()).to(param.dtype).isfinite().all())
+    return bad
+
+
+def _subtract(params: Sequence[Tensor], steps: list[Tensor], lr: float | Tensor, bad: Tensor) -> None:
+    """W <- W - lr * step, but for those that are bad."""
+    seen = look(bad)
+    if seen is None:
+        flags = [flag.to(step.device) for flag, step in zip(bad.unbind(), steps, strict=True)]
+        steps = [_masked(step, flag) for step, flag in zip(steps, flags, strict=True)]
+    elif any(seen):
+        params = [param for param, flag in zip(params, seen, strict=True) if not flag]
+        steps = [step for step, flag in zip(steps, seen, strict=True) if not flag]
+    for param, step in zip(params, steps, strict=True):
+        if step.is_sparse:
+            param.add_(step * -lr) if isinstance(lr, Tensor) else param.add_(step, alpha=-lr)
+    weights = [param for param, step in zip(params, steps, strict=True) if not step.is_sparse]
+    dense = [step for step in steps if not step.is_sparse]
+    if weights and isinstance(lr, Tensor):
+        torch._foreach_add_(weights, torch._foreach_mul(dense, -lr.to(weights[0].device)))
+    elif weights:
+        torch._foreach_add_(weights, dense, alpha=-lr)  # type: ignore[arg-type]
+
+
+def _masked(step: Tensor, flag: Tensor) -> Tensor:
+    if not step.is_sparse:
+        return step.masked_fill(flag, 0)
+    values = step.values().masked_fill(flag, 0)
+    return torch.sparse_coo_tensor(step.indices(), values, step.shape, is_coalesced=True, check_invariants=False)
+
+
+def _with_momentum(
+    group: Mapping[str, Any], params: list[nn.Parameter], steps: list[Tensor], states: MutableMapping[Tensor, State]
+) -> list[Tensor]:
+    momentum = group["momentum"]
+    # Adam's step length already counts the past: a plain sum of such steps would be 1 / (1 - momentum) times as long.
+    dampening = momentum if group["graft"] == "adam" else 0.0
+    old: list[Tensor] = []
+    fresh: list[Tensor] = []
+    for param, step in zip(params, steps, strict=True):
+        state = states[param]
+        if "momentum_buffer" not in state or group["step"] == 0:
+            state["momentum_buffer"] = like(param, step.clone())
+        else:
+            old.append(local(state["momentum_buffer"]))
+            fresh.append(step)
+    if old:
+        torch._foreach_mul_(old, momentum)
+        torch._foreach_add_(old, fresh, alpha=1 - dampening)
+    buffers = [local(states[param]["momentum_buffer"]) for param in params]
+    if not group["nesterov"]:
+        return buffers
+    if dampening:
+        return list(torch._foreach_lerp(list(steps), buffers, momentum))
+    return list(torch._foreach_add(steps, buffers, alpha=momentum))
+
+
+def graft_length(state: State, gradient: Tensor, group: Group, sparse: bool) -> Tensor:
+    """The length of the step that the grafted method would make for this matrix."""
+    if group["graft"] == "sgd" or sparse:
+        return torch.linalg.vector_norm(gradient)
+    beta1, beta2 = group["momentum"], group["beta2"]
+    if "graft_exp_avg" not in state or state["graft_exp_avg"].shape != gradient.shape or group["step"] == 0:
+        state["graft_exp_avg"], state["graft_exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
+        state["graft_step"] = 0
+    if state["graft_exp_avg"].dtype != gradient.dtype:  # the model was cast
+        for key in ("graft_exp_avg", "graft_exp_avg_sq"):
+            state[key] = state[key].to(gradient.dtype)
+    step = state["graft_step"] = int(state["graft_step"]) + 1
+    first = state["graft_exp_avg"].lerp_(gradient, 1 - beta1) / (1 - beta1**step)
+    second = state["graft_exp_avg_sq"].lerp_(gradient.square(), 1 - beta2) / (1 - beta2**step)
+    return torch.linalg.vector_norm(first / (second.sqrt() + group["eps"]))
+
+
+def with_length(direction: Tensor, length: Tensor) -> Tensor:
+    """The direction at another length; a zero direction stays zero."""
+    norm = torch.linalg.vector_norm(direction)
+    return direction * torch.where(norm > 0, length / norm, torch.zeros_like(norm))

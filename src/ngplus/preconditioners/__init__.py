@@ -1,0 +1,1 @@
+"""From L or R to a direction."""

@@ -1,0 +1,334 @@
+"""One matrix's curvature through its life: gathered from factors, averaged, inverted, applied.
+
+The functions here stand between :mod:`ngplus.fisher` and the optimizer. They read
+the options of a parameter group and keep their results in that matrix's ``state``, a plain dict of tensors:
+
+============================ ==================================================== =========================
+key                          what                                                 kept by
+============================ ==================================================== =========================
+curvature                    the moving average of L or R                         "momentum", "batch"
+inverse                      (lambda I + L)^-1                                    solver "dense"
+factor, core                 U and the r x r (or r x q) matrix beside it          "woodbury", "sketched"
+sketch_seed                  of the sketch in the core                            "sketched"
+damping                      lambda of the last refresh                           scaling "inverse"
+basis, spectrum              Q and w of L = Q diag(w) Q^T                         scaling "adaptive"
+exp_avg, exp_avg_sq          Adam's two moments in the basis                      scaling "adaptive"
+exp_avg_sq_row, _col         the second's means over rows and over columns        second_moment "factored"
+rate_row, rate_col           the logarithms of the factors to the learning rate   rate_gain
+adam_step                    the steps that they have seen                        scaling "adaptive"
+floor                        the rounding of their roots at the last refresh      scaling "adaptive"
+graft_exp_avg, ..._sq, _step Adam's moments of the plain gradient                 graft "adam"
+refreshed                    what the last refresh was made for, as a number      all
+refresh_interval, _at        steps between refreshes, and the step of the next    drift
+============================ ==================================================== =========================
+
+A tensor is a stack [groups * blocks, p, ...]; where the last block is smaller, or where both sides are curved, the
+others lie beside it under ``..._tail``, ``..._tail2`` and ``..._tail3``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ngplus.capture.accumulator import Gathered, keeps_root
+from ngplus.capture.matrices import ParameterMatrix
+from ngplus.fisher import inverses
+from ngplus.fisher.blocks import BothSides, Cut
+from ngplus.fisher.factors import wide
+from ngplus.fisher.sketch import Sketch, SketchSpec
+from ngplus.utils.finite import Trouble, all_finite
+from ngplus.utils.typing import Group, State
+
+Solved = dict[str, Any]  # entries for a state, stacks still as lists
+
+TAILS = ("", "_tail", "_tail2", "_tail3")  # two stacks of each of two sides at most
+RELATIVE_AUTO = 0.1  # damping="auto" is relative damping with this coefficient
+DAMPING_FLOOR = 1e-30  # relative damping of a zero matrix
+
+
+class Curvature(NamedTuple):
+    """A matrix's side, "left" or "right", and its dense L or R: [d, d], or [groups, d, d] for a grouped convolution.
+
+    Where both sides are curved, it is the smaller one's.
+
+    Examples:
+        >>> side, matrix = Curvature("left", torch.eye(2))
+        >>> side, tuple(matrix.shape)
+        ('left', (2, 2))
+    """
+
+    side: str
+    matrix: Tensor
+
+
+@dataclass
+class Fresh:
+    """L (or R) of one refresh, divided by its number of samples: as it is, or as U with L = U U^T."""
+
+    matrices: list[Tensor] | None
+    roots: list[Tensor] | None = None
+
+    def dense(self) -> list[Tensor]:
+        if self.matrices is not None:
+            return self.matrices
+        assert self.roots is not None
+        return [root @ root.mT for root in self.roots]
+
+    def finite(self) -> Tensor:
+        """One flag: L is finite, which U alone does not say."""
+        return all_finite(self.matrices or [root.square() for root in self.roots or []])
+
+    def zero_where(self, bad: Tensor) -> Fresh:
+        """The same form; zeros where the flag is set."""
+
+        def chosen(stacks: list[Tensor] | None) -> list[Tensor] | None:
+            return None if stacks is None else [stack.masked_fill(bad, 0) for stack in stacks]
+
+        return Fresh(chosen(self.matrices), chosen(self.roots))
+
+
+def per_sample(gathered: Gathered, group: Group, cut: Cut, grad_scale: Tensor | float = 1.0) -> Fresh:
+    """L = 1/|S_k| sum over S_k of G_i G_i^T, from the sums over captured gradients c_i.
+
+    Where the loss is a mean over the batch of N samples, .grad = 1/N sum_i G_i, so G_i = N c_i; on W ranks whose
+    gradients are averaged, G_i = N/W c_i. Where it is a sum, .grad = sum_i G_i and G_i = c_i; on W ranks each takes W
+    times its own, so that the average is the sum, and G_i = c_i / W. ``grad_scale`` is the loss scale of mixed
+    precision.
+    """
+    scale = (gathered.samples if group["loss_reduction"] == "mean" else 1) / gathered.ranks / grad_scale
+    weight = scale * scale / gathered.used
+    if gathered.roots and gathered.total is None:
+        weight_root = weight**0.5
+        roots = [torch.cat(stack, dim=-1) * weight_root for stack in zip(*gathered.roots, strict=True)]
+        if keeps_root(group, roots[0].shape[-1], cut.size):
+            return Fresh(None, roots)
+        return Fresh([root @ root.mT for root in roots])
+    total = gathered.products()
+    assert total is not None
+    return Fresh([stack * weight for stack in total])
+
+
+def mini_batch(matrix: ParameterMatrix, gradient: Tensor, group: Group, seed: int) -> Fresh:
+    """G_B G_B^T or G_B^T G_B of the mini-batch gradient [groups, m, n] (or its rows, where it is sparse)."""
+    side = matrix.side(group["side"])
+    spec = SketchSpec.parse(group["sketch"])
+    curved = gradient if side == "left" else gradient.mT
+    if group["solver"] == "sketched":
+        spec = None
+    if spec is not None and spec.size < curved.shape[-1]:
+        curved = Sketch(spec, curved.shape[-1], seed)(curved)
+    cut = matrix.cut_of(group)
+    if isinstance(cut, BothSides):
+        (_, first), (_, second) = cut.sides(side)
+        return Fresh([stack @ stack.mT for stack in [*first.split(curved), *second.split(curved.mT)]])
+    stacks = cut.split(curved)
+    if group["solver"] in ("woodbury", "sketched"):
+        return Fresh(None, [stack.clone() for stack in stacks])  # .grad itself may be written to before the next one
+    return Fresh([stack @ stack.mT for stack in stacks])
+
+
+def average(state: State, fresh: Fresh, group: Group) -> Fresh:
+    """Lbar_k = beta Lbar_(k-1) + (1 - beta) L_k, with Lbar_0 = L_0."""
+    matrices = fresh.dense()
+    old = read(state, "curvature")
+    beta = group["beta"]
+    if group["step"] > 0 and old is not None and [o.shape for o in old] == [m.shape for m in matrices]:
+        held = [o.to(m) for o, m in zip(old, matrices, strict=True)]
+        matrices = list(torch._foreach_lerp(held, matrices, 1.0 - beta))
+    write(state, "curvature", matrices)
+    return Fresh(matrices)
+
+
+def online(state: State, fresh: Fresh, group: Group) -> None:
+    """Ltilde_k = beta Ltilde_(k-1) + gamma G_B G_B^T in every step, the first included, started from lambda_0 I."""
+    matrices = fresh.dense()
+    beta = group["beta"]
+    gamma = 1 - beta if group["gamma"] is None else group["gamma"]
+    old = read(state, "curvature")
+    if group["step"] == 0 or old is None or [o.shape for o in old] != [m.shape for m in matrices]:
+        start = damping_of(group, [gamma * m.diagonal(dim1=-2, dim2=-1) for m in matrices])
+        old = [inverses.damped(torch.zeros_like(m), start) for m in matrices]
+    old = [o.to(m) for o, m in zip(old, matrices, strict=True)]
+    # A product that has overflowed is left out, decided on the device: this happens in every step.
+    new = [torch.where(m.isfinite().all(), beta * o + gamma * m, o) for o, m in zip(old, matrices, strict=True)]
+    write(state, "curvature", new)
+
+
+def damping_of(group: Group, diagonals: Sequence[Tensor]) -> Tensor:
+    """lambda: absolute, or relative to the mean eigenvalue trace(L)/d of the whole layer, from L's diagonals."""
+    damping, relative = group["damping"], group["damping_mode"] == "relative"
+    if damping == "auto":
+        damping, relative = RELATIVE_AUTO, True
+    like = diagonals[0]
+    if not relative:
+        return like.new_zeros(()) + damping  # no constant: a compiled step follows a schedule without recompilation
+    mean = torch.cat([diagonal.flatten() for diagonal in diagonals]).mean()
+    return (damping * mean).clamp_min(DAMPING_FLOOR)
+
+
+def solved(fresh: Fresh, group: Group, seed: int, trouble: Trouble | None = None) -> Solved:
+    """What the next steps apply: an inverse, Woodbury's pair, or the eigenbasis. Pure, and the costly part."""
+    if group["scaling"] == "adaptive":
+        return _as_state([inverses.eigenbasis(m, trouble) for m in fresh.dense()])
+    if fresh.roots is None:
+        matrices = fresh.dense()
+        damping = damping_of(group, [m.diagonal(dim1=-2, dim2=-1) for m in matrices])
+        return {"damping": damping, "inverse": [inverses.dense_inverse(m, damping, trouble) for m in matrices]}
+    damping = damping_of(group, [root.square().sum(-1) for root in fresh.roots])
+    if group["solver"] == "sketched":
+        cores = [inverses.sketched_core(root, damping, _sketch(group, root, seed), trouble) for root in fresh.roots]
+        return {"damping": damping, "factor": fresh.roots, "core": cores, "sketch_seed": seed}
+    cores = [inverses.woodbury_core(root, damping, trouble) for root in fresh.roots]
+    return {"damping": damping, "factor": fresh.roots, "core": cores}
+
+
+def eigenbases(tasks: Sequence[tuple[Fresh, Trouble | None]]) -> Iterator[Solved]:
+    """The same for the eigenbases of many matrices; small ones of one size take one call."""
+    each = [(matrix, trouble) for fresh, trouble in tasks for matrix in fresh.dense()]
+    pairs = inverses.eigenbases(each)
+    for fresh, _ in tasks:
+        yield _as_state([next(pairs) for _ in fresh.dense()])
+
+
+def _as_state(pairs: Sequence[tuple[Tensor, Tensor]]) -> Solved:
+    return {"basis": [q for _, q in pairs], "spectrum": [w for w, _ in pairs]}
+
+
+def install(state: State, new: Solved) -> None:
+    """Takes what was solved up into the state, in place of the old. Row by row, as a checkpoint has it: products round
+    differently with other strides, and a run that goes on would part from one that was not broken off."""
+    clear(state, "inverse", "factor", "core")
+    for key, value in new.items():
+        if isinstance(value, list):
+            write(state, key, [x.contiguous() for x in value])
+        else:
+            state[key] = value
+
+
+def drift(state: State, fresh: Fresh, group: Group) -> Tensor:
+    """How far the curvature has moved since the last refresh; 0 is not at all.
+
+    Adaptive scaling: the part of |L|^2 that lies off the diagonal in the old basis, 1 at most. Inverse: how far the old
+    inverse is from inverting the new matrix on its own columns, |(lambda I + L) (lambda I + L_old)^-1 X - X| / |X| with
+    X = L, or X = U where L = U U^T; above 1 where L has grown.
+    """
+    if group["scaling"] == "adaptive":
+        turned = [q.mT @ m @ q for q, m in zip(read(state, "basis") or [], fresh.dense(), strict=True)]
+        whole = _energy(turned)
+        return 1 - _energy([t.diagonal(dim1=-2, dim2=-1) for t in turned]) / whole.clamp_min(_tiny(whole))
+    columns = fresh.matrices if fresh.matrices is not None else fresh.roots
+    assert columns is not None
+    solutions = apply(state, columns, group)
+    products = [
+        m @ y if fresh.matrices is not None else m @ (m.mT @ y) for m, y in zip(columns, solutions, strict=True)
+    ]
+    rest = [state["damping"] * y + p - x for y, p, x in zip(solutions, products, columns, strict=True)]
+    whole = _energy(columns)
+    return (_energy(rest) / whole.clamp_min(_tiny(whole))).sqrt()
+
+
+def _energy(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([t.square().sum() for t in tensors]).sum()
+
+
+def _tiny(like: Tensor) -> float:
+    return torch.finfo(like.dtype).tiny
+
+
+def _sketch(group: Group, root: Tensor, seed: int) -> Sketch:
+    """Omega of the least-squares problem, for a block of p rows; by default twice as many rows as unknowns."""
+    p, r = root.shape[-2:]
+    spec = SketchSpec.parse(group["sketch"]) or SketchSpec(min(p, 2 * r), "uniform", replacement=False)
+    if spec.kind == "uniform" and not spec.replacement:
+        spec = SketchSpec(min(spec.size, p), spec.kind, False)
+    return Sketch(spec, p, seed)
+
+
+def apply(state: State, stacks: list[Tensor], group: Group) -> list[Tensor]:
+    """(lambda I + L)^-1 G for the stacks [blocks, p, D] of a gradient."""
+    inverse = read(state, "inverse")
+    if inverse is not None:
+        return [inverses.times(i, g) for i, g in zip(inverse, stacks, strict=True)]
+    factors, cores = read(state, "factor"), read(state, "core")
+    assert factors is not None
+    assert cores is not None
+    damping = state["damping"]
+    if group["solver"] != "sketched":
+        return [inverses.woodbury_apply(u, c, damping, g) for u, c, g in zip(factors, cores, stacks, strict=True)]
+    seed = int(state["sketch_seed"])
+    return [
+        inverses.sketched_apply(u, c, damping, g, _sketch(group, u, seed))
+        for u, c, g in zip(factors, cores, stacks, strict=True)
+    ]
+
+
+def direction_products(state: State, parts: Sequence[Tensor], side: str, group: Group) -> list[inverses.Product] | None:
+    """The same for a gradient in parts, [groups, m, n_k], that is not cut into blocks: the direction of each part as a
+    product. None where it has no such form."""
+    inverse = read(state, "inverse")
+    if inverse is not None:
+        return inverses.inverse_products(inverse[0], parts, side)
+    factor, core = read(state, "factor"), read(state, "core")
+    if factor is None or core is None or group["solver"] == "sketched":
+        return None
+    return inverses.woodbury_products(factor[0], core[0], state["damping"], parts, side)
+
+
+def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: Fresh | None) -> Tensor:
+    """L or R, [groups, d, d]: as it was gathered, or recovered from what the steps keep."""
+    cut = matrix.cut_of(group)
+    whole = [read(state, "curvature"), None if held is None else held.dense()]
+    factor, inverse, basis = read(state, "factor"), read(state, "inverse"), read(state, "basis")
+    for stacks in (*whole, factor, inverse, basis):
+        if stacks is not None and [x.shape[:2] for x in stacks] != cut.shapes:
+            raise RuntimeError(
+                f"The curvature of {matrix.name!r} was made for other blocks: the next step makes it anew"
+            )
+    for stacks in whole:
+        if stacks is not None:
+            return cut.dense(stacks)
+    if factor is not None:
+        return cut.dense([u @ u.mT for u in factor])
+    if inverse is not None:
+        # Rounding in the inverse comes back multiplied by its condition number: work in float64.
+        dtype = wide(inverse[0])
+        damping = state["damping"].to(dtype)
+        stacks = [inverses.damped(torch.linalg.inv(i.to(dtype)), -damping).to(i.dtype) for i in inverse]
+        return cut.dense(stacks)
+    spectrum = read(state, "spectrum")
+    if basis is None or spectrum is None:
+        raise RuntimeError(f"{matrix.name!r} has no curvature yet: it is gathered by the first step")
+    return cut.dense([inverses.from_eigenbasis(w, q) for q, w in zip(basis, spectrum, strict=True)])
+
+
+def add_placeholders(state: State, group: Group) -> None:
+    """Empty entries for what the solver "auto" may come to keep, so that a flat distributed checkpoint finds them."""
+    if group["solver"] == "auto" and group["curvature"] == "sample" and group["scaling"] == "inverse":
+        tails = ("", "_tail") if "inverse_tail" in state or "factor_tail" in state else ("",)
+        for key in (key + tail for key in ("inverse", "factor", "core") for tail in tails):
+            state.setdefault(key, state["damping"].new_empty(0))
+
+
+def read(state: State, key: str) -> list[Tensor] | None:
+    """The stacks under a key; None where there are none, or a placeholder."""
+    if key not in state or state[key].numel() == 0:
+        return None
+    return [state[name] for tail in TAILS if (name := key + tail) in state] if key + "_tail" in state else [state[key]]
+
+
+def write(state: State, key: str, stacks: Sequence[Tensor]) -> None:
+    for i, tail in enumerate(TAILS):
+        if i < len(stacks):
+            state[key + tail] = stacks[i]
+        else:
+            state.pop(key + tail, None)
+
+
+def clear(state: State, *keys: str) -> None:
+    for key in keys:
+        write(state, key, ())

@@ -1,0 +1,26 @@
+"""What users are told: warnings that point at their own line, however the step was called, and names to take."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import warnings
+from collections.abc import Iterable
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """A warning at the first caller outside of the core and of torch, whose hooks and wrappers lie in between."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and _inside(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
+
+
+def no_such_name(name: str, known: Iterable[str], where: str) -> str:
+    """The text of a KeyError: with the name that was probably meant, or with the way to see all names."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"No parameter {name!r} in {where}: {f'did you mean {near[0]!r}?' if near else 'print(plan()) lists all'}"
+
+
+def _inside(module: str) -> bool:
+    return module.partition(".")[0] in ("ngplus", "torch") and not module.startswith("ngplus.lab")
