@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ngplus.fisher.blocks import Cut
+from ngplus.fisher.blocks import BlockPartition
 from ngplus.fisher.factors import (
     Bags,
     Factors,
@@ -186,8 +186,8 @@ def diagonal_blocks(matrix: Tensor, p: int) -> Tensor:
     return torch.where(block[:, None] == block, matrix, 0.0)
 
 
-def cut_of(factors: Factors, side: str, p: int | None = None) -> Cut:
-    return Cut.of(factors.groups, factors.curved_and_other(side)[0], p)
+def partition_of(factors: Factors, side: str, p: int | None = None) -> BlockPartition:
+    return BlockPartition.of(factors.groups, factors.curved_and_other(side)[0], p)
 
 
 def close(a: Tensor, b: Tensor, rtol: float = 1e-11) -> None:

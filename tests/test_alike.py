@@ -82,7 +82,7 @@ def test_equal_matrices_go_through_a_step_as_one(monkeypatch: pytest.MonkeyPatch
     seen: list[list[int]] = []
     real = buckets.bundled
 
-    def watched(*arguments: Any) -> list[buckets.Bundle]:
+    def watched(*arguments: Any) -> list[buckets.Bucket]:
         made = real(*arguments)
         seen.append(sorted(len(bundle.places) for bundle in made))
         return made

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngplus.fisher.blocks import Cut, even_size
+from ngplus.fisher.blocks import BlockPartition, even_size
 
 GROUPS = (1, 3)
 DIMENSIONS = [
@@ -45,7 +45,7 @@ def test_split_gives_the_rows_of_each_block(groups: int, d: int, p: int | None) 
     want = [[x[g, b.start : b.stop] for g in range(groups) for b in blocks if len(b) == largest]]
     if len(blocks[-1]) < largest:
         want.append([x[g, blocks[-1].start : blocks[-1].stop] for g in range(groups)])
-    got = Cut.of(groups, d, p).split(x)
+    got = BlockPartition.of(groups, d, p).split(x)
     assert len(got) == len(want)
     for stack, pieces in zip(got, want, strict=True):
         assert torch.equal(stack, torch.stack(pieces))
@@ -54,7 +54,7 @@ def test_split_gives_the_rows_of_each_block(groups: int, d: int, p: int | None) 
 @pytest.mark.parametrize("columns", [1, 5])
 @pytest.mark.parametrize(("groups", "d", "p"), EVERY)
 def test_merge_is_the_way_back(groups: int, d: int, p: int | None, columns: int) -> None:
-    cut = Cut.of(groups, d, p)
+    cut = BlockPartition.of(groups, d, p)
     x = numbered(groups, d, columns)
     assert torch.equal(cut.merge(cut.split(x)), x)
     turned = numbered(groups, columns, d).mT  # as a right-hand problem comes in
@@ -63,7 +63,7 @@ def test_merge_is_the_way_back(groups: int, d: int, p: int | None, columns: int)
 
 @pytest.mark.parametrize(("groups", "d", "p"), EVERY)
 def test_dense_is_block_diagonal(groups: int, d: int, p: int | None) -> None:
-    cut = Cut.of(groups, d, p)
+    cut = BlockPartition.of(groups, d, p)
     x = numbered(groups, d, 4) + 1
     want = torch.zeros(groups, d, d, dtype=torch.float64)
     for g in range(groups):
@@ -76,7 +76,7 @@ def test_dense_is_block_diagonal(groups: int, d: int, p: int | None) -> None:
 @pytest.mark.parametrize(("groups", "d", "p"), EVERY)
 def test_block_products_are_those_of_the_dense_matrix(groups: int, d: int, p: int | None) -> None:
     """Matrix by stack, merged, is the block-diagonal matrix by the whole."""
-    cut = Cut.of(groups, d, p)
+    cut = BlockPartition.of(groups, d, p)
     generator = torch.Generator().manual_seed(0)
     g = torch.randn(groups, d, 5, generator=generator, dtype=torch.float64)
     stacks = [
@@ -88,7 +88,7 @@ def test_block_products_are_those_of_the_dense_matrix(groups: int, d: int, p: in
 
 @pytest.mark.parametrize(("groups", "d", "p"), EVERY)
 def test_counts(groups: int, d: int, p: int | None) -> None:
-    cut = Cut.of(groups, d, p)
+    cut = BlockPartition.of(groups, d, p)
     sizes = [len(block) for block in plain_blocks(d, p)]
     assert cut.count == groups * len(sizes)
     assert cut.elements == groups * sum(s**2 for s in sizes)
@@ -98,9 +98,9 @@ def test_counts(groups: int, d: int, p: int | None) -> None:
 
 def test_one_block_is_a_view() -> None:
     x = numbered(2, 6, 4)
-    (whole,) = Cut.of(2, 6, None).split(x)
+    (whole,) = BlockPartition.of(2, 6, None).split(x)
     assert whole.data_ptr() == x.data_ptr()
-    (pairs,) = Cut.of(2, 6, 3).split(x)
+    (pairs,) = BlockPartition.of(2, 6, 3).split(x)
     assert pairs.data_ptr() == x.data_ptr()
 
 
@@ -108,5 +108,5 @@ def test_one_block_is_a_view() -> None:
     ("d", "blocks"), [(1, [1]), (640, [640]), (641, [321, 320]), (1281, [427] * 3), (2049, [513] * 3 + [510])]
 )
 def test_even_blocks(d: int, blocks: list[int]) -> None:
-    cut = Cut.of(1, d, even_size(d, 640))
+    cut = BlockPartition.of(1, d, even_size(d, 640))
     assert [size for _, count, size in cut.stacks for _ in range(count)] == blocks

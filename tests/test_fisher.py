@@ -17,17 +17,17 @@ from factor_cases import (
     Late,
     built,
     close,
-    cut_of,
     diagonal_blocks,
     expected_forms,
     lookup,
     outer,
+    partition_of,
     plain_gfim,
     random,
     rows,
 )
 
-from ngplus.fisher.blocks import BothSides
+from ngplus.fisher.blocks import TwoSidedPartition
 from ngplus.fisher.factors import (
     Bags,
     Factors,
@@ -64,7 +64,7 @@ def test_forms_that_apply(name: str, side: str) -> None:
     assert set(factors.costs(side, 3, 2)) == wanted
     for form in {"rank-one", "gram", "explicit", "nonsense"} - wanted:
         with pytest.raises(ValueError, match=form):
-            gfim_sum(factors, side, cut_of(factors, side), form=form, dtype=torch.float64)
+            gfim_sum(factors, side, partition_of(factors, side), form=form, dtype=torch.float64)
 
 
 # ------------------------------------------------------------------------------------------------ the products
@@ -76,7 +76,7 @@ def test_sum_by_form_chunk_and_subsample(name: str, side: str, form: str, picked
     factors, dense = built(name)
     index = None if SUBSAMPLES[picked] is None else torch.tensor(SUBSAMPLES[picked])
     want = plain_gfim(dense if index is None else dense[:, index], side)
-    cut = cut_of(factors, side)
+    cut = partition_of(factors, side)
     for chunk_bytes in (1, 700, 2**26):  # one sample at a time, a few, all of them
         got = gfim_sum(factors, side, cut, form=form, samples=index, chunk_bytes=chunk_bytes, dtype=torch.float64)
         assert len(got) == 1
@@ -88,7 +88,7 @@ def test_sum_by_form_chunk_and_subsample(name: str, side: str, form: str, picked
 def test_sum_by_block_size(name: str, side: str, form: str, chunk_bytes: int) -> None:
     factors, dense = built(name)
     for p in (1, 2, 3, 4, 5, 6, 9):  # d is 6 or 4: blocks that divide it, that do not, p = d and p > d
-        cut = cut_of(factors, side, p)
+        cut = partition_of(factors, side, p)
         stacks = gfim_sum(factors, side, cut, form=form, chunk_bytes=chunk_bytes, dtype=torch.float64)
         assert [tuple(stack.shape[1:]) for stack in stacks] == [(size, size) for _, _, size in cut.stacks]
         close(cut.dense(stacks), diagonal_blocks(plain_gfim(dense, side), p))
@@ -98,7 +98,7 @@ def test_sum_by_block_size(name: str, side: str, form: str, chunk_bytes: int) ->
 @pytest.mark.parametrize("side", SIDES)
 def test_auto_is_the_chosen_form(name: str, side: str) -> None:
     factors, dense = built(name)
-    close(gfim_sum(factors, side, cut_of(factors, side), dtype=torch.float64)[0], plain_gfim(dense, side))
+    close(gfim_sum(factors, side, partition_of(factors, side), dtype=torch.float64)[0], plain_gfim(dense, side))
 
 
 @pytest.mark.parametrize("picked", SUBSAMPLES)
@@ -110,7 +110,7 @@ def test_root(name: str, side: str, picked: str) -> None:
     index = None if SUBSAMPLES[picked] is None else torch.tensor(SUBSAMPLES[picked])
     want = plain_gfim(dense if index is None else dense[:, index], side)
     for p in (1, 4, 5, want.shape[-1]):
-        cut = cut_of(factors, side, p)
+        cut = partition_of(factors, side, p)
         roots = gfim_root(factors, side, cut, samples=index, dtype=torch.float64)
         close(cut.dense([u @ u.mT for u in roots]), diagonal_blocks(want, p))
         assert all(u.shape[-1] <= factors.rank(side) for u in roots)
@@ -132,7 +132,7 @@ def test_low_precision_factors_are_multiplied_in_float32(name: str, side: str) -
     """bfloat16 factors are numbers like others: what is made of them has float32's rounding, not theirs."""
     low = cast(built(name)[0], torch.bfloat16)
     want = plain_gfim(cast(low, torch.float64).gradients(slice(None), torch.float64), side)
-    cut = cut_of(low, side)
+    cut = partition_of(low, side)
     for form in sorted(expected_forms(name, side)):
         got = gfim_sum(low, side, cut, form=form)[0]
         assert got.dtype == torch.float32
@@ -146,7 +146,7 @@ def test_float16_gradients_do_not_overflow() -> None:
     """Scaled losses make products of factors that float16 cannot hold; L is float32 and can."""
     left, right = torch.full((1, 2, 3, ROWS), 300.0), torch.full((1, 2, 3, COLS), 300.0)
     uses = [Outer(left.half(), right.half()), Outer(left.half(), right.half())]
-    cut = cut_of(uses[0], "left")
+    cut = partition_of(uses[0], "left")
     for form in ("gram", "explicit"):
         assert gfim_sum(Joined(uses), "left", cut, form=form)[0].isfinite().all(), form
 
@@ -187,7 +187,7 @@ def test_sketched_sum(name: str, side: str) -> None:
             got = gfim_sum(
                 factors,
                 side,
-                cut_of(factors, side),
+                partition_of(factors, side),
                 sketch=lambda _, omega=omega: omega,
                 chunk_bytes=chunk_bytes,
                 dtype=torch.float64,
@@ -203,7 +203,7 @@ def test_sketch_of_all_columns_without_replacement_is_exact(name: str, side: str
     def sketch(n: int) -> Sketch:
         return Sketch(SketchSpec(n, "uniform", replacement=False), n, seed=3)
 
-    got = gfim_sum(factors, side, cut_of(factors, side), sketch=sketch, dtype=torch.float64)
+    got = gfim_sum(factors, side, partition_of(factors, side), sketch=sketch, dtype=torch.float64)
     close(got[0], plain_gfim(dense, side))
 
 
@@ -221,7 +221,7 @@ def test_widen(name: str, columns: list[int]) -> None:
     assert wide.cols == COLS + 1
     close(wide.gradients(slice(None), torch.float64), want)
     for side in SIDES:
-        close(gfim_sum(wide, side, cut_of(wide, side), dtype=torch.float64)[0], plain_gfim(want, side))
+        close(gfim_sum(wide, side, partition_of(wide, side), dtype=torch.float64)[0], plain_gfim(want, side))
 
 
 def test_widen_to_the_same_columns_changes_nothing() -> None:
@@ -238,7 +238,7 @@ def test_tied_embedding_and_output_layer_with_a_bias() -> None:
     dense = out_dense + torch.nn.functional.pad(word_dense[..., : COLS - 1], (0, 1))
     for side in SIDES:
         for form in both.costs(side, 1, 1):
-            got = gfim_sum(both, side, cut_of(both, side), form=form, dtype=torch.float64)
+            got = gfim_sum(both, side, partition_of(both, side), form=form, dtype=torch.float64)
             close(got[0], plain_gfim(dense, side))
 
 
@@ -263,7 +263,7 @@ def test_both_sides_of_gradients_that_are_written_out_once(positions: int, m: in
     dense = factors.gradients(slice(None) if index is None else index, torch.float64)
     for side, d, other in (("left", m, n), ("right", n, m)):
         for room in (8, 2**20):
-            cut = BothSides(2, d, d, other, other)
+            cut = TwoSidedPartition(2, d, d, other, other)
             first, second = gfim_sums(factors, side, cut, samples=index, chunk_bytes=room, dtype=torch.float64)
             close(first, plain_gfim(dense, side))
             close(second, plain_gfim(dense, _other(side)))
@@ -284,5 +284,5 @@ def test_a_use_without_rows_adds_nothing() -> None:
     assert join([table, none]) == [table]
     assert join([none, none]) == [none]
     for side in SIDES:
-        (total,) = gfim_sum(none, side, cut_of(none, side), dtype=torch.float64)
+        (total,) = gfim_sum(none, side, partition_of(none, side), dtype=torch.float64)
         assert not total.any()

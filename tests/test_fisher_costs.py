@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from factor_cases import SIDES, Late, cut_of, random
+from factor_cases import SIDES, Late, partition_of, random
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ngplus.fisher.blocks import Cut
+from ngplus.fisher.blocks import BlockPartition
 from ngplus.fisher.factors import (
     Bags,
     Factors,
@@ -69,7 +69,7 @@ def test_choose_form_follows_the_rule_of_the_design(kappa: int, d: int, more: in
 
 def flops(factors: Factors, side: str, form: str, p: int | None = None) -> int:
     with FlopCounterMode(display=False) as counter:
-        gfim_sum(factors, side, cut_of(factors, side, p), form=form, dtype=torch.float64)
+        gfim_sum(factors, side, partition_of(factors, side, p), form=form, dtype=torch.float64)
     return int(counter.get_total_flops())
 
 
@@ -186,7 +186,7 @@ def test_no_tensor_is_larger_than_a_chunk(case: str, side: str, width: int) -> N
     for form in factors.costs(side, other, d):
         room = width * one_sample(factors, form)
         with Largest() as largest:
-            gfim_sum(factors, side, cut_of(factors, side), form=form, chunk_bytes=room, dtype=torch.float64)
+            gfim_sum(factors, side, partition_of(factors, side), form=form, chunk_bytes=room, dtype=torch.float64)
         assert largest.bytes <= max(room, 8 * d * d), (form, largest.bytes / room)
 
 
@@ -196,8 +196,8 @@ def test_right_side_of_an_embedding_makes_nothing_of_its_rows() -> None:
     bag = Bags(torch.randint(huge, (20,)), torch.arange(20) % 8, random(20), random(8, 3), huge)
     with Largest() as largest:
         for factors in (words, bag, Joined([words, Lookup(torch.randint(huge, (8, 2)), random(8, 2, 3), huge)])):
-            gfim_sum(factors, "right", cut_of(factors, "right"))
-            gfim_root(factors, "right", cut_of(factors, "right"))
+            gfim_sum(factors, "right", partition_of(factors, "right"))
+            gfim_root(factors, "right", partition_of(factors, "right"))
     assert largest.bytes < 100_000
 
 
@@ -207,7 +207,7 @@ def test_gram_and_rank_one_never_form_a_gradient(kappa: int) -> None:
     m, n, samples = 200, 300, 4
     for positions in (1, kappa):
         with Largest() as largest:
-            gfim_sum(sized(positions, m, n, samples), "left", Cut.of(1, m, None), dtype=torch.float64)
+            gfim_sum(sized(positions, m, n, samples), "left", BlockPartition.of(1, m, None), dtype=torch.float64)
         assert largest.bytes < 8 * samples * m * n / 2
 
 
@@ -220,7 +220,7 @@ def test_large_products_are_made_by_their_lower_triangle(size: int, side: str) -
     factors = Outer(curved, other) if side == "left" else Outer(other, curved)
     gradients = factors.gradients(slice(None), torch.float64)[0]
     wanted = (gradients @ gradients.mT if side == "left" else gradients.mT @ gradients).sum(0)
-    cut = Cut.of(1, size, None)
+    cut = BlockPartition.of(1, size, None)
     with FlopCounterMode(display=False) as counter:
         (made,) = gfim_sum(factors, side, cut, chunk_bytes=4 * size * 8, dtype=torch.float64)
     torch.testing.assert_close(made[0], wanted)

@@ -211,7 +211,7 @@ def test_the_profile_s_frame_is_that_of_the_optimizer() -> None:
     from ngplus.optimizers import base, step_cache
 
     for name in profiling.FRAME:
-        assert any(hasattr(place, name) for place in (ngplus.NGPlus, base, step_cache.Steady)), name
+        assert any(hasattr(place, name) for place in (ngplus.NGPlus, base, step_cache.StepCache)), name
 
 
 # ------------------------------------------------------------------------------------------------ files and the command

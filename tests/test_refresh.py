@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import ngplus
 from ngplus.fisher import inverses
-from ngplus.preconditioners.curvature import Fresh, drift
+from ngplus.preconditioners.curvature import CurvatureEstimate, drift
 from ngplus.utils import finite
 
 
@@ -163,14 +163,14 @@ def test_drift_by_plain_algebra() -> None:
     new, old = root @ root.mT, old_root @ old_root.mT
     eye, damping = torch.eye(6, dtype=torch.float64), torch.tensor(0.3, dtype=torch.float64)
     inverse = torch.linalg.inv(0.3 * eye + old)
-    for fresh, columns in ((Fresh([new]), new), (Fresh(None, [root]), root)):
+    for fresh, columns in ((CurvatureEstimate([new]), new), (CurvatureEstimate(None, [root]), root)):
         wanted = torch.linalg.norm((0.3 * eye + new) @ inverse @ columns - columns) / torch.linalg.norm(columns)
         found = drift({"inverse": inverse, "damping": damping}, fresh, {"scaling": "inverse", "solver": "auto"})
         torch.testing.assert_close(found, wanted)
     basis = torch.linalg.eigh(old).eigenvectors
     turned = (basis.mT @ new @ basis)[0]
     off = turned - torch.diag(turned.diagonal())
-    found = drift({"basis": basis}, Fresh([new]), {"scaling": "adaptive"})
+    found = drift({"basis": basis}, CurvatureEstimate([new]), {"scaling": "adaptive"})
     torch.testing.assert_close(found, (off.square().sum() / turned.square().sum()))
 
 

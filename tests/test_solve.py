@@ -14,7 +14,7 @@ import ngplus
 from ngplus.fisher import inverses
 from ngplus.fisher.factors import base
 from ngplus.fisher.sketch import KINDS, Sketch, SketchSpec
-from ngplus.utils.finite import Trouble
+from ngplus.utils.finite import RefreshStatus
 
 BLOCKS = (1, 3)
 DIMENSIONS = (1, 2, 5)
@@ -174,7 +174,7 @@ def test_eigenbasis_where_float32_does_not_converge(monkeypatch: pytest.MonkeyPa
     size = inverses.SMALL + 4  # below it float64 comes first
     matrix = (u := random(2, size, size + 1)) @ u.mT / size
     monkeypatch.setattr(torch.linalg, "eigh", eigh)
-    trouble = Trouble()
+    trouble = RefreshStatus()
     values, vectors = inverses.eigenbasis(matrix.float(), trouble)
     assert trouble.retried is not None
     assert trouble.plain is None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import ngplus
 from ngplus.optimizers import step_cache
-from ngplus.optimizers.base import CapturedOptimizer
+from ngplus.optimizers.base import BaseOptimizer
 
 
 class Model(nn.Module):
@@ -65,7 +65,7 @@ def trained(steps: int = 16, between: Between | None = None, grouped: bool = Fal
 
 
 def the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngplus.NGPlus, "_remember", CapturedOptimizer._remember)
+    monkeypatch.setattr(ngplus.NGPlus, "_remember", BaseOptimizer._remember)
 
 
 def count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -312,8 +312,8 @@ def test_an_optimizer_goes_without_the_garbage_collector() -> None:
         optimizer.zero_grad()
         model(torch.randint(9, (12,))).square().mean().backward()
         optimizer.step()
-    assert optimizer._steady is not None
-    held = weakref.ref(optimizer._steady)
+    assert optimizer._step_cache is not None
+    held = weakref.ref(optimizer._step_cache)
     gc.disable()
     try:
         del optimizer
@@ -344,7 +344,7 @@ def test_a_step_that_is_broken_off_goes_the_long_way_again(monkeypatch: pytest.M
                 patch.setattr(torch, "_foreach_copy_", _refuse)
                 with pytest.raises(KeyboardInterrupt):
                     optimizer.step()
-            assert optimizer._steady is None
+            assert optimizer._step_cache is None
         return model, optimizer
 
     assert all(bool(x.isfinite().all()) for x in trained(between=broken))

@@ -7,7 +7,7 @@ from torch import nn
 
 import ngplus
 from ngplus.distributed.collectives import assign, cost_of
-from ngplus.fisher.blocks import Cut
+from ngplus.fisher.blocks import BlockPartition
 
 
 def loads(costs: list[float], owners: list[int], ranks: int) -> list[float]:
@@ -48,7 +48,7 @@ def test_within_four_thirds_of_the_best(ranks: int) -> None:
 @pytest.mark.parametrize("block", [None, 2])
 def test_a_triangle_has_half_the_numbers(block: int | None) -> None:
     """The lower triangle of the smaller side, d (d + 1) / 2 numbers a block."""
-    assert Cut.of(2, 5, block).triangle == 2 * (15 if block is None else 3 + 3 + 1)
+    assert BlockPartition.of(2, 5, block).triangle == 2 * (15 if block is None else 3 + 3 + 1)
 
 
 def tables() -> nn.Module:
@@ -59,8 +59,8 @@ def tables() -> nn.Module:
 def test_tables_without_a_basis_are_shared_out(ranks: int) -> None:
     """Adam's moments are all that they have, and the owner keeps them."""
     optimizer = ngplus.NGPlus(tables())
-    costs = [cost_of(m, m.cut_of(optimizer.param_groups[0]), steps=True) for m in optimizer._matrices]
-    assert all(not m.cut_of(optimizer.param_groups[0]).stacks for m in optimizer._matrices)
+    costs = [cost_of(m, m.partition_of(optimizer.param_groups[0]), steps=True) for m in optimizer._matrices]
+    assert all(not m.partition_of(optimizer.param_groups[0]).stacks for m in optimizer._matrices)
     assert sorted(assign(costs, ranks)) == sorted(list(range(ranks)) * (4 // ranks))
     for distribution in ("memory", "sharded"):
         plan = optimizer.plan(batch_size=4)

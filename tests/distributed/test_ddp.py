@@ -175,7 +175,7 @@ def agreed_norm(rank: int, world: int) -> list[float]:
         net, scaling="inverse", process_group=torch.distributed.group.WORLD, distribution="memory"
     )
     net.weight.grad = torch.full_like(net.weight, 3e4)
-    return agree(optimizer._teams[0])[2].tolist()
+    return agree(optimizer._distributors[0])[2].tolist()
 
 
 def test_norms_that_float16_does_not_hold(ranks: Callable[[int], Pool]) -> None:

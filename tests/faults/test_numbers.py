@@ -21,7 +21,7 @@ from ngplus.baselines import KFAC, SENG
 from ngplus.diagnostics import health
 from ngplus.fisher import inverses
 from ngplus.utils import finite
-from ngplus.utils.finite import Trouble
+from ngplus.utils.finite import RefreshStatus
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Sparse invariant checks")
 
@@ -421,7 +421,7 @@ INDEFINITE = torch.tensor([[[1.0, 0.0], [0.0, -1e-3]]])
 
 @pytest.mark.parametrize(("matrix", "plain"), [(INDEFINITE, False), (HOPELESS, True)])
 def test_trouble_tells_how_far_the_ladder_was_climbed(matrix: Tensor, plain: bool) -> None:
-    trouble = Trouble(climb=True)
+    trouble = RefreshStatus(climb=True)
     inverse = inverses.dense_inverse(matrix, torch.tensor(1e-4), trouble)
     assert inverse.isfinite().all()
     assert trouble.retried is not None
@@ -430,7 +430,7 @@ def test_trouble_tells_how_far_the_ladder_was_climbed(matrix: Tensor, plain: boo
 
 
 def test_without_a_look_a_failure_is_the_plain_step_and_is_noted(looks: bool) -> None:
-    trouble = Trouble()
+    trouble = RefreshStatus()
     matrix = torch.cat([INDEFINITE, torch.eye(2)[None]])
     inverse = inverses.dense_inverse(matrix, torch.tensor(1e-4), trouble)
     assert trouble.retried is not None

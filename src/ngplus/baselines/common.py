@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from ngplus.capture.accumulator import Gathered
+from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.calls import BatchDims
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.diagnostics.plan import Plan, PlanRow, unless_frozen
-from ngplus.optimizers.base import CapturedOptimizer
+from ngplus.optimizers.base import BaseOptimizer
 from ngplus.utils.dtensor import many_ranks
 from ngplus.utils.typing import Group, State
 
@@ -25,7 +25,7 @@ _NEUTRAL: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Batches(Gathered):
+class Batches(Accumulator):
     """What a refresh has gathered: the rival's own, and the counts that NG+ keeps as well."""
 
     def scale(self, group: Group, grad_scale: Tensor | float) -> Tensor | float:
@@ -33,7 +33,7 @@ class Batches(Gathered):
         return (self.samples if group["loss_reduction"] == "mean" else 1) / grad_scale
 
 
-class Rival(CapturedOptimizer):
+class Rival(BaseOptimizer):
     """The base of KFAC and SENG: one process, and a plan row from each."""
 
     _neutral = _NEUTRAL

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from ngplus.baselines.common import Batches, Rival
-from ngplus.capture.accumulator import Gathered
+from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.calls import BatchDims
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.diagnostics.plan import PlanRow, state_bytes
 from ngplus.fisher import inverses, products
 from ngplus.fisher.factors import Factors, Joined, Outer
 from ngplus.fisher.factors.base import take
-from ngplus.optimizers.base import Direction, Work
+from ngplus.optimizers.base import Direction, MatrixUpdate
 from ngplus.optimizers.gradients import captured_scale
-from ngplus.utils.finite import Trouble, all_finite, look
+from ngplus.utils.finite import RefreshStatus, all_finite, read_if_on_host
 from ngplus.utils.typing import Group, State
 
 _APPROX = ("expand", "reduce")
@@ -54,7 +54,7 @@ class _Sums(Batches):
         outer = [use for use in uses if isinstance(use, Outer)]
         if len(outer) < len(uses):
             side = matrix.side("smaller")
-            sums = products.gfim_sum(factors, side, matrix.cut(side, None), dtype=matrix.dtype)
+            sums = products.gfim_sum(factors, side, matrix.partition(side, None), dtype=matrix.dtype)
             self.total = sums if self.total is None else [a + b for a, b in zip(self.total, sums, strict=True)]
             self.used += factors.samples
             return
@@ -143,7 +143,7 @@ class KFAC(Rival):
         batch_dim: the dimension of the samples, as in ``NGPlus``.
     """
 
-    _gathers = _Sums
+    _accumulator_type = _Sums
 
     def __init__(
         self,
@@ -183,36 +183,36 @@ class KFAC(Rival):
         if group["approx"] not in _APPROX:
             raise ValueError(f"Invalid approx: {group['approx']!r} (one of {', '.join(map(repr, _APPROX))})")
 
-    def _refresh(self, work: Work, gathered: Gathered | None, trouble: Trouble) -> None:
-        matrix, group, state, gradient = work.matrix, work.group, work.state, work.gradient
-        fresh: dict[str, Tensor]
+    def _refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
+        matrix, group, state, gradient = update.matrix, update.group, update.state, update.gradient
+        estimate: dict[str, Tensor]
         if gathered is None:
             curved = gradient if matrix.side("smaller") == "left" else gradient.mT
-            fresh = {"curvature": curved @ curved.mT}
+            estimate = {"curvature": curved @ curved.mT}
         else:
             assert isinstance(gathered, _Sums)
-            fresh = gathered.means(gathered.scale(group, captured_scale()))
-        bad = ~all_finite(list(fresh.values()))
-        dropped = look(bad)
+            estimate = gathered.means(gathered.scale(group, captured_scale()))
+        bad = ~all_finite(list(estimate.values()))
+        dropped = read_if_on_host(bad)
         if dropped is not False:
-            trouble.add("dropped", bad)
+            status.add("dropped", bad)
             if dropped and self._fits(matrix, group, state):
                 return
-            fresh = {key: x.masked_fill(bad, 0) for key, x in fresh.items()}
+            estimate = {key: x.masked_fill(bad, 0) for key, x in estimate.items()}
         beta = group["beta"] if group["step"] > 0 else 0.0
-        for key, old in [(key, state.get(key)) for key in fresh]:
-            if beta and old is not None and old.shape == fresh[key].shape:
-                fresh[key] = beta * old.to(fresh[key]) + (1 - beta) * fresh[key]
+        for key, old in [(key, state.get(key)) for key in estimate]:
+            if beta and old is not None and old.shape == estimate[key].shape:
+                estimate[key] = beta * old.to(estimate[key]) + (1 - beta) * estimate[key]
         for key in ("curvature", "input", "output"):
             state.pop(key, None)
             state.pop(key + "_inverse", None)
-        for key, x in fresh.items():
+        for key, x in estimate.items():
             damping = torch.as_tensor(group["damping"], dtype=x.dtype, device=x.device)
             state[key + "_inverse"] = inverses.dense_inverse(
-                x, damping if key == "curvature" else damping.sqrt(), trouble
+                x, damping if key == "curvature" else damping.sqrt(), status
             )
         if group["beta"]:
-            state.update(fresh)
+            state.update(estimate)
 
     def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
         layout = matrix.layout
@@ -229,8 +229,8 @@ class KFAC(Rival):
             for key, x in held.items()
         )
 
-    def _direction(self, work: Work) -> Direction:
-        matrix, state, gradient, rows = work.matrix, work.state, work.gradient, work.rows
+    def _direction(self, update: MatrixUpdate) -> Direction:
+        matrix, state, gradient, rows = update.matrix, update.state, update.gradient, update.rows
         if "curvature_inverse" in state:
             inverse = state["curvature_inverse"]
             return (inverse @ gradient if matrix.side("smaller") == "left" else gradient @ inverse), rows

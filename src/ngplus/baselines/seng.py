@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from ngplus.baselines.common import Batches, Rival
-from ngplus.capture.accumulator import Gathered, subsample
+from ngplus.capture.accumulator import Accumulator, subsample
 from ngplus.capture.calls import BatchDims
 from ngplus.capture.collector import seed_of
 from ngplus.capture.matrices import ParameterMatrix
@@ -20,9 +20,9 @@ from ngplus.fisher import inverses
 from ngplus.fisher.factors import Bags, Factors, Joined, Lookup, Outer, Rows, as_lookup
 from ngplus.fisher.factors.base import take
 from ngplus.fisher.products import CHUNK_BYTES
-from ngplus.optimizers.base import Direction, Work
+from ngplus.optimizers.base import Direction, MatrixUpdate
 from ngplus.optimizers.gradients import captured_scale
-from ngplus.utils.finite import Trouble, all_finite
+from ngplus.utils.finite import RefreshStatus, all_finite
 from ngplus.utils.typing import Group, State
 
 Part = Outer | Lookup | Rows  # with tensors only, already in the curvature's precision and scale
@@ -84,7 +84,7 @@ class SENG(Rival):
         seed: of sub-samples and sketches.
     """
 
-    _gathers = _Columns
+    _accumulator_type = _Columns
 
     def __init__(
         self,
@@ -128,8 +128,8 @@ class SENG(Rival):
         if not group["damping"] > 0:
             raise ValueError(f"Invalid damping: {group['damping']} (SENG divides by it)")
 
-    def _refresh(self, work: Work, gathered: Gathered | None, trouble: Trouble) -> None:
-        matrix, group, state, gradient, rows = work.matrix, work.group, work.state, work.gradient, work.rows
+    def _refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
+        matrix, group, state, gradient, rows = update.matrix, update.group, update.state, update.gradient, update.rows
         if gathered is None:  # one column: the mini-batch gradient, so that d = g / (lambda + |g|^2)
             one = Rows(gradient[:, None]) if rows is None else Lookup(rows, gradient, matrix.layout.rows)
             parts: list[tuple[int, Part]] = [(0, one)]
@@ -141,7 +141,7 @@ class SENG(Rival):
         gram = gram_of([(start, _sketched(part, *kept)) for start, part in parts])
         bad = ~all_finite([gram])
         if bool(bad):
-            trouble.add("dropped", bad)
+            status.add("dropped", bad)
             if self._fits(matrix, group, state):
                 return
             parts, gram = [(0, Rows(torch.zeros_like(gradient[:, None])))], torch.zeros_like(gram[:1, :1])
@@ -149,7 +149,7 @@ class SENG(Rival):
         for key in [key for key in state if key != "momentum_buffer"]:
             del state[key]
         _write(state, parts)
-        state.update(core=inverses.dense_inverse(gram[None], damping, trouble)[0], damping=damping)
+        state.update(core=inverses.dense_inverse(gram[None], damping, status)[0], damping=damping)
         state.update({key: x for key, x in zip(("kept_rows", "kept_cols"), kept, strict=True) if x is not None})
         state.update(rows=matrix.layout.rows, cols=matrix.layout.cols)
 
@@ -158,8 +158,8 @@ class SENG(Rival):
             return False
         return state["core"].dtype == matrix.dtype and state["core"].device == matrix.params[0].device
 
-    def _direction(self, work: Work) -> Direction:
-        matrix, state, gradient, rows = work.matrix, work.state, work.gradient, work.rows
+    def _direction(self, update: MatrixUpdate) -> Direction:
+        matrix, state, gradient, rows = update.matrix, update.state, update.gradient, update.rows
         parts, kept = _read(state), (state.get("kept_rows"), state.get("kept_cols"))
         if rows is not None and not all(isinstance(part, Lookup) for _, part in parts):
             gradient = gradient.new_zeros(1, matrix.layout.rows, matrix.layout.cols).index_copy(1, rows[0], gradient)

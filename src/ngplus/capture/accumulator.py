@@ -15,7 +15,7 @@ from ngplus.utils.typing import Group
 
 
 @dataclass
-class Gathered:
+class Accumulator:
     """What a refresh has gathered so far: sums over samples, not yet divided by anything."""
 
     total: list[Tensor] | None = None
@@ -38,12 +38,12 @@ class Gathered:
 
     def add(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int) -> None:
         """Adds a batch's factors: to the sum of products, or to the columns of U where the rank is low."""
-        side, cut = matrix.side(group["side"]), matrix.cut_of(group)
+        side, partition = matrix.side(group["side"]), matrix.partition_of(group)
         index = subsample(factors.samples, group["samples"], seed)
         self.used += factors.samples if index is None else len(index)
-        if keeps_root(group, factors.rank(side), cut.size):
+        if keeps_root(group, factors.rank(side), partition.size):
             matrix.form = "root"
-            self.roots.append(products.gfim_root(factors, side, cut, samples=index, dtype=matrix.dtype))
+            self.roots.append(products.gfim_root(factors, side, partition, samples=index, dtype=matrix.dtype))
             return
         spec = SketchSpec.parse(group["sketch"])
 
@@ -52,10 +52,12 @@ class Gathered:
             return None if spec is None or spec.size >= size else Sketch(spec, size, seed)
 
         other = factors.curved_and_other(side)[1]
-        matrix.form = products.choose_form(factors, side, other if spec is None else min(other, spec.size), cut.size)
-        if products.shares_gradients(factors, cut, side):
+        matrix.form = products.choose_form(
+            factors, side, other if spec is None else min(other, spec.size), partition.size
+        )
+        if products.shares_gradients(factors, partition, side):
             matrix.form = "explicit"
-        added = products.gfim_sums(factors, side, cut, sketch=sketch, samples=index, dtype=matrix.dtype)
+        added = products.gfim_sums(factors, side, partition, sketch=sketch, samples=index, dtype=matrix.dtype)
         if self.total is None:
             self.total = added
         else:

@@ -34,7 +34,7 @@ class Saved(torch.autograd.Function):
         raise RuntimeError("this node holds saved tensors; nothing flows through it")
 
 
-class Call:
+class ForwardCall:
     """A call of the model: how many samples it had, and which uses of each matrix are still to come."""
 
     def __init__(self) -> None:
@@ -44,24 +44,24 @@ class Call:
         self.waiting: Counter[int] = Counter()  # recorded, gradient not here yet
         self.hidden: Counter[int] = Counter()  # made under no_grad: reentrant checkpointing makes them again
         self.retained = False
-        self.partner: Call | None = None  # a call that took part in the same backward pass
+        self.partner: ForwardCall | None = None  # a call that took part in the same backward pass
 
     def unfinished(self, matrix: ParameterMatrix) -> bool:
         return self.waiting[id(matrix)] + self.hidden[id(matrix)] > 0
 
     @property
-    def first(self) -> Call:
+    def first(self) -> ForwardCall:
         return self if self.partner is None else self.partner.first
 
 
-class Slot:
+class PendingGradient:
     """One use in one call, waiting for its gradient. ``held`` is what :class:`Saved` gave: older torch frees the node's
     tensors without it."""
 
     def __init__(
         self,
         use: Use,
-        call: Call,
+        call: ForwardCall,
         build: Build,
         held: Any,
         shape: torch.Size,
@@ -124,14 +124,14 @@ class Slot:
 KEPT = 64  # of what was told, until a step asks whether it was of use
 
 
-class ToldRows:
+class SampleIndexReader:
     """Which rows are of which sample, as ``sample_index`` tells for each call, and whether any layer has such rows."""
 
     def __init__(self, sample_index: SampleIndex | None) -> None:
         self._sample_index = sample_index
         self._told: list[Ragged] = []  # not yet by the last complaint
         self._part = ""  # the class of a model of which a part was called by itself
-        self._settled = sample_index is None  # the user has been told, or need not be
+        self._resolve_defaults = sample_index is None  # the user has been told, or need not be
 
     @torch.no_grad()
     def of(self, args: Any, kwargs: Any) -> dict[int, Ragged]:
@@ -148,9 +148,9 @@ class ToldRows:
     def complaint(self) -> str:
         """Before a step: what the user is to be told, once, where no layer had as many rows; "" for nothing."""
         told, part, self._told, self._part = self._told, self._part, [], ""
-        settled = self._settled or any(ragged.used for ragged in told)
-        self._settled = settled or bool(told or part)
-        if settled:
+        resolve_defaults = self._resolve_defaults or any(ragged.used for ragged in told)
+        self._resolve_defaults = resolve_defaults or bool(told or part)
+        if resolve_defaults:
             return ""
         if told:
             found = " and of ".join(str(length) for length in sorted({len(ragged.index) for ragged in told}))

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngplus.capture.accumulator import Gathered
+from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.calls import BatchDims, SampleIndex
 from ngplus.capture.matrices import ParameterMatrix, Use
-from ngplus.capture.recorder import Capture
+from ngplus.capture.recorder import Recorder
 from ngplus.fisher.factors import Bags, Factors, Lookup
 from ngplus.utils.dtensor import holds_gradients, is_dtensor, local, many_ranks
 from ngplus.utils.typing import Group
@@ -30,7 +30,7 @@ def seed_of(group: Group) -> int:
     return (int(group.get("seed", 0)) * 1_000_003 + int(group["step"])) % 2**63
 
 
-class Gathering:
+class Collector:
     """The sums of products of all matrices since the last step. ``groups`` has the options of each parameter;
     ``on_forward``, a method, is called before each training pass, with True where a matrix has changed."""
 
@@ -38,15 +38,15 @@ class Gathering:
         self,
         matrices: list[ParameterMatrix],
         groups: Mapping[nn.Parameter, Group],
-        gathers: type[Gathered],
+        accumulator_type: type[Accumulator],
         on_forward: Callable[[bool], None],
     ) -> None:
-        self._matrices, self._groups, self._gathers = matrices, groups, gathers
+        self._matrices, self._groups, self._accumulator_type = matrices, groups, accumulator_type
         self._on_forward = _weakly(on_forward)
-        self._gathered: dict[int, Gathered] = {}
+        self._gathered: dict[int, Accumulator] = {}
         self._before: dict[int, list[_Mark]] = {}  # the gradients before the pass under way, where that is checked
         self._after: dict[int, list[_Mark]] = {}  # and after the last one, of matrices for which it has brought samples
-        self._capture: Capture | None = None
+        self._capture: Recorder | None = None
         self.wrapper: nn.Module | None = None  # a DistributedDataParallel in which the model was seen to run
 
     def watch(
@@ -60,7 +60,7 @@ class Gathering:
         """Installs the capture. It knows this object weakly, so that hooks go with the optimizer."""
         before, after = _weakly(self._before_forward), _weakly(self._after_backward)
         first = _weakly(self._before_gradients)
-        self._capture = Capture(model, uses, _weakly(self._gather), batch_dim, before, after, first, sample_index)
+        self._capture = Recorder(model, uses, _weakly(self._gather), batch_dim, before, after, first, sample_index)
         if compiled is not None:
             self._capture.compiled_calls.add_wrapper(compiled)
 
@@ -80,11 +80,11 @@ class Gathering:
             if complaint := self._capture.complaint():
                 warn(complaint)
 
-    def of(self, matrix: ParameterMatrix) -> Gathered:
+    def of(self, matrix: ParameterMatrix) -> Accumulator:
         """The sums of a matrix, which begin with nothing."""
-        return self._gathered.setdefault(id(matrix), self._gathers())
+        return self._gathered.setdefault(id(matrix), self._accumulator_type())
 
-    def take(self, matrix: ParameterMatrix) -> Gathered | None:
+    def take(self, matrix: ParameterMatrix) -> Accumulator | None:
         return self._gathered.pop(id(matrix), None)
 
     def note_armed(self) -> None:

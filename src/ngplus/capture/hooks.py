@@ -17,14 +17,16 @@ from ngplus.capture.matrices import Use
 from ngplus.fisher.factors import Factors, Summed
 
 if TYPE_CHECKING:
-    from ngplus.capture.recorder import Capture
+    from ngplus.capture.recorder import Recorder
 
 
 class Hook:
     """A hook that works for its capture only: in a copied or unpickled module, and once the capture is gone, it does
     nothing. (A module that is being called may still hold hooks that have just been removed.)"""
 
-    def __init__(self, capture: weakref.ref[Capture] | None = None, function: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, capture: weakref.ref[Recorder] | None = None, function: Callable[..., Any] | None = None
+    ) -> None:
         self.capture, self.function = capture, function
 
     def __call__(self, *args: Any) -> Any:
@@ -45,7 +47,7 @@ class Hook:
 class ModuleWatcher(Watcher):
     """The watcher of one module: its matrices by their place in the rule's list."""
 
-    def __init__(self, capture: weakref.ref[Capture], uses: dict[int, Use]) -> None:
+    def __init__(self, capture: weakref.ref[Recorder], uses: dict[int, Use]) -> None:
         self._capture, self._uses = capture, uses
 
     def hook(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from torch import nn
 from ngplus.capture.layers import LayerRule, Layout, MatrixSpec, UnknownModuleRule, rule_for
 from ngplus.capture.layers.base import has_own_forward
 from ngplus.capture.layers.layout import kind_of
-from ngplus.fisher.blocks import BothSides, Cut, NoSides, even_size
+from ngplus.fisher.blocks import BlockPartition, NoPartition, TwoSidedPartition, even_size
 
 # What side="auto" curves, beside the smaller side: eigenbases of long sides would cost more than they bring.
 WHOLE = 160  # rows of a side that has one basis; a longer one falls into blocks, each with a basis of its own
@@ -66,7 +66,7 @@ class ParameterMatrix:
         if present == getattr(self, "_present", None):
             return False
         self._present, self.active = present, active
-        self._cuts: dict[tuple[str, int | None], Cut] = {}
+        self._partitions: dict[tuple[str, int | None], BlockPartition] = {}
         chosen = [i for i, on in enumerate(active) if on] or range(len(active))
         self.parts = list(chosen)
         self.active_params = [self.params[i] for i in self.parts]
@@ -120,13 +120,13 @@ class ParameterMatrix:
             return wanted
         return "left" if self.layout.rows <= self.layout.cols else "right"
 
-    def cut(self, wanted: str, block_size: int | None) -> Cut:
+    def partition(self, wanted: str, block_size: int | None) -> BlockPartition:
         """Which of its dimensions are curved, and how that falls into blocks."""
         left = self.side(wanted) == "left"
         d, other = (self.layout.rows, self.layout.cols) if left else (self.layout.cols, self.layout.rows)
         vectors = all(kind == "column" for kind in self.kinds)
         if wanted == "auto" and (vectors or (self.lookup == "only" and not self.sparse)):
-            return NoSides(self.groups, d, d)
+            return NoPartition(self.groups, d, d)
         size, other_size, short = d, other, other <= LONG
         if wanted == "auto":
             places = self.layout.places if self.has_rule else 1
@@ -135,10 +135,10 @@ class ParameterMatrix:
             in_channels = left and 1 < places <= PATCH and other_size <= 2 * d
             short = short or (other // places if in_channels else other) < LONGER * d
         if wanted in ("auto", "both") and not (self.lookup or vectors) and short and other > 1:
-            return BothSides(self.groups, d, size, other, other_size)
-        return Cut.of(self.groups, d, size if block_size is None else block_size)
+            return TwoSidedPartition(self.groups, d, size, other, other_size)
+        return BlockPartition.of(self.groups, d, size if block_size is None else block_size)
 
-    def cut_of(self, group: Mapping[str, Any]) -> Cut:
+    def partition_of(self, group: Mapping[str, Any]) -> BlockPartition:
         """The same, by the options of a parameter group. Asked for several times a step, so it is kept.
 
         The paper's scaling, blocks and a sketch go with one side, and there "auto" is the smaller one.
@@ -148,9 +148,9 @@ class ParameterMatrix:
         if wanted == "auto" and one_side:
             wanted = "smaller"
         key = (wanted, block_size)
-        if key not in self._cuts:
-            self._cuts[key] = self.cut(*key)
-        return self._cuts[key]
+        if key not in self._partitions:
+            self._partitions[key] = self.partition(*key)
+        return self._partitions[key]
 
 
 def _block_size(length: int, places: int = 1) -> int:

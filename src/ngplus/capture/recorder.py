@@ -26,7 +26,16 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
-from ngplus.capture.calls import BatchDims, Build, Call, SampleIndex, Saved, Slot, ToldRows, batch_dims
+from ngplus.capture.calls import (
+    BatchDims,
+    Build,
+    ForwardCall,
+    PendingGradient,
+    SampleIndex,
+    SampleIndexReader,
+    Saved,
+    batch_dims,
+)
 from ngplus.capture.hooks import Hook, ModuleWatcher, lie_plainly
 from ngplus.capture.layers import Batch
 from ngplus.capture.layers.base import NotPerSample, no_mixed_precision
@@ -37,7 +46,7 @@ from ngplus.utils.compiled import CompiledCalls, uncompiled
 Sink = Callable[[ParameterMatrix, Factors], None]
 
 
-class Capture:
+class Recorder:
     """Watches the uses of a model's matrices. ``sink`` is called, under no_grad, with each matrix's joined factors;
     ``on_forward`` before each pass over the model, with the matrices that have changed since the last one,
     ``on_gradients`` when a backward pass brings the first gradient, before it has added to any .grad of a matrix that
@@ -59,19 +68,19 @@ class Capture:
         self._on_gradients = on_gradients
         self._dims = batch_dims(model, batch_dim)
         self._root_dim = self._dims.get(model, 0)
-        self._told_rows = ToldRows(sample_index)
+        self._told_rows = SampleIndexReader(sample_index)
         self._matrices = list({id(use.matrix): use.matrix for use in uses}.values())
         self.forward_seen = False
         self.in_eval = False  # record in eval mode, too: for study, never in training
         self.armed = False  # is any matrix?
         self._depth = 0
         self._thread = 0  # of the outermost call
-        self._call: Call | None = None
-        self._calls: weakref.WeakKeyDictionary[Call, None] = weakref.WeakKeyDictionary()  # in their order
+        self._call: ForwardCall | None = None
+        self._calls: weakref.WeakKeyDictionary[ForwardCall, None] = weakref.WeakKeyDictionary()  # in their order
         self._task = -1  # the outermost backward pass under way
-        self._task_call: Call | None = None
-        self._ready: dict[int, list[tuple[Call, Factors]]] = {}
-        self._kept: list[Slot] = []
+        self._task_call: ForwardCall | None = None
+        self._ready: dict[int, list[tuple[ForwardCall, Factors]]] = {}
+        self._kept: list[PendingGradient] = []
         self._handles: list[Any] = []
         by_rule: dict[tuple[int, int], dict[int, Use]] = {}
         for use in uses:
@@ -225,12 +234,12 @@ class Capture:
             if dim is not None and isinstance(x, Tensor) and x.dim() > dim and not (x.is_nested and dim):
                 yield x.size(dim), x.dim()  # of a nested one the first dimension alone has a size
 
-    def _new_call(self) -> Call:
-        call = Call()
+    def _new_call(self) -> ForwardCall:
+        call = ForwardCall()
         self._calls[call] = None
         return call
 
-    def _present_call(self) -> Call:
+    def _present_call(self) -> ForwardCall:
         """The call that a module's forward belongs to."""
         if self._call is not None:
             return self._call
@@ -289,7 +298,7 @@ class Capture:
             elif call.waiting[id(matrix)]:
                 return  # checkpointing without reentry runs the forward again; the first run waits already
         call.waiting[id(matrix)] += 1
-        slot = Slot(use, call, build, held, output.shape, self._dims.get(use.module, 0), summed)
+        slot = PendingGradient(use, call, build, held, output.shape, self._dims.get(use.module, 0), summed)
         this = weakref.ref(self)
 
         def arrive(grad: Tensor) -> None:
@@ -301,7 +310,7 @@ class Capture:
 
     # ------------------------------------------------------------------------------------------ backward
 
-    def _arrive(self, slot: Slot, grad: Tensor) -> None:
+    def _arrive(self, slot: PendingGradient, grad: Tensor) -> None:
         self._enter_backward()
         call, matrix = slot.call, slot.use.matrix
         if slot.grad is None:
@@ -328,7 +337,7 @@ class Capture:
         if last:
             self._flush(matrix)
 
-    def _make_ready(self, slot: Slot) -> None:
+    def _make_ready(self, slot: PendingGradient) -> None:
         matrix, call = slot.use.matrix, slot.call
         assert slot.grad is not None
         with torch.no_grad(), no_mixed_precision(slot.grad.device):
@@ -350,7 +359,7 @@ class Capture:
             self._flush(matrix)
 
     def _flush(self, matrix: ParameterMatrix) -> None:
-        together: dict[Call, list[Factors]] = {}
+        together: dict[ForwardCall, list[Factors]] = {}
         for call, factors in self._ready.pop(id(matrix), []):
             together.setdefault(call.first, []).append(factors)
         with torch.no_grad(), no_mixed_precision(matrix.params[0].device):
@@ -378,7 +387,7 @@ class Capture:
                 self._on_backward()
 
 
-def _end_of_backward(capture: weakref.ref[Capture]) -> None:
+def _end_of_backward(capture: weakref.ref[Recorder]) -> None:
     if (this := capture()) is not None:
         this._leave_backward()
 

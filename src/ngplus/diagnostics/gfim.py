@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngplus.capture.accumulator import Gathered
+from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.calls import BatchDims, SampleIndex
 from ngplus.capture.matrices import ParameterMatrix, collect, named
-from ngplus.capture.recorder import Capture
+from ngplus.capture.recorder import Recorder
 from ngplus.fisher.factors import Factors
 from ngplus.preconditioners import curvature as curvatures
 from ngplus.preconditioners.curvature import Curvature
@@ -60,12 +60,12 @@ def gfim(
         "side": side, "block_size": None, "samples": None, "sketch": None, "solver": "dense", "curvature": "sample",
         "scaling": "inverse", "loss_reduction": loss_reduction,
     }  # fmt: skip
-    gathered: dict[int, Gathered] = {}
+    gathered: dict[int, Accumulator] = {}
 
     def sink(matrix: ParameterMatrix, factors: Factors) -> None:
-        gathered.setdefault(id(matrix), Gathered()).take_in(matrix, factors, group, seed=0)
+        gathered.setdefault(id(matrix), Accumulator()).take_in(matrix, factors, group, seed=0)
 
-    capture = Capture(model, uses, sink, batch_dim, sample_index=sample_index)
+    capture = Recorder(model, uses, sink, batch_dim, sample_index=sample_index)
     capture.in_eval = True
     for matrix in matrices:
         matrix.armed = True
@@ -85,16 +85,16 @@ def gfim(
     of_param = dict(zip(params, grads, strict=True))
     result: dict[str, Curvature] = {}
     for matrix in matrices:
-        taken, cut = matrix.side(side), matrix.cut_of(group)
+        taken, partition = matrix.side(side), matrix.partition_of(group)
         if id(matrix) in gathered and matrix.source != "batch":
-            fresh = curvatures.per_sample(gathered[id(matrix)], group, cut)
+            estimate = curvatures.per_sample(gathered[id(matrix)], group, partition)
         else:
             found = [of_param[p] for p in matrix.active_params]
             filled = [
                 torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(matrix.params, found, strict=True)
             ]
-            fresh = curvatures.mini_batch(matrix, matrix.layout.join(filled).to(matrix.dtype), group, seed=0)
-        dense = cut.dense(fresh.dense())
+            estimate = curvatures.mini_batch(matrix, matrix.layout.join(filled).to(matrix.dtype), group, seed=0)
+        dense = partition.dense(estimate.dense())
         entry = Curvature(taken, dense[0] if matrix.groups == 1 else dense)
         result.update(dict.fromkeys(matrix.names, entry))
     return result

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ngplus.utils.compiled import uncompiled
-from ngplus.utils.finite import look
+from ngplus.utils.finite import read_if_on_host
 from ngplus.utils.warnings import warn
 
 FETCH_EVERY = 100
@@ -125,7 +125,7 @@ class Health:
         return "\n".join([first, lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-class Ledger:
+class FaultCounter:
     """Counts faults by kind and name, on whatever device they are found."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Ledger:
         if torch.compiler.is_compiling():
             uncompiled()(self.note, kind, names, flags)
             return
-        seen = look(flags)
+        seen = read_if_on_host(flags)
         if seen is None:
             key = (kind, tuple(names))
             held = self._waiting.get(key)

@@ -25,8 +25,8 @@ from torch import Tensor
 from ngplus.capture.accumulator import keeps_root, subsample_size
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.diagnostics.load import Load, load_of
-from ngplus.distributed.collectives import Team, Wire
-from ngplus.fisher.blocks import Cut
+from ngplus.distributed.collectives import Distributor, Traffic
+from ngplus.fisher.blocks import BlockPartition
 from ngplus.fisher.factors import outer_costs
 from ngplus.fisher.sketch import SketchSpec
 from ngplus.preconditioners.curvature import read
@@ -221,7 +221,7 @@ class Plan(Sequence[PlanRow]):
         return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], *notes])
 
 
-Entry = tuple[ParameterMatrix, dict[str, Any], dict[str, Any], Team | None]
+Entry = tuple[ParameterMatrix, dict[str, Any], dict[str, Any], Distributor | None]
 
 
 def plan_of(entries: Sequence[Entry], batch_size: int | None, positions: int | Mapping[str, int]) -> Plan:
@@ -249,7 +249,7 @@ def _row(
     matrix: ParameterMatrix,
     group: dict[str, Any],
     state: dict[str, Any],
-    team: Team | None,
+    distributor: Distributor | None,
     batch_size: int | None,
     positions: int | Mapping[str, int],
 ) -> PlanRow:
@@ -258,8 +258,8 @@ def _row(
     rows, cols = matrix.layout.rows, matrix.layout.cols
     side = matrix.side(group["side"])
     other = cols if side == "left" else rows
-    cut = matrix.cut_of(group)
-    sides = [(own, other if curved == side else cut.d) for curved, own in cut.sides(side)]
+    partition = matrix.partition_of(group)
+    sides = [(own, other if curved == side else partition.d) for curved, own in partition.sides(side)]
     source = "batch" if group["curvature"] == "batch" else matrix.refreshed_from
     samples, kappa = matrix.seen or (batch_size or 0, positions)
     width = 8 if matrix.params[0].element_size() == 8 else 4
@@ -268,43 +268,45 @@ def _row(
     solver = group["solver"]
     if group["scaling"] == "adaptive":
         solver = "eigenbasis" if sides else "none"
-    elif team is not None and source != "batch":
+    elif distributor is not None and source != "batch":
         solver = "dense"  # the ranks add up L
     elif solver == "auto":
         known = read(state, "factor") is not None or (read(state, "inverse") is None and rank > 0)
-        low = known and source != "batch" and keeps_root(group, rank, cut.size)
+        low = known and source != "batch" and keeps_root(group, rank, partition.size)
         solver = "woodbury" if low else "dense"
-    stacks = cut.stacks
+    stacks = partition.stacks
     curved = matrix.groups * sum(count * size for _, count, size in stacks)
     moments = 2 * matrix.groups * rows * cols
     if is_factored(
-        group, cut.size if len(sides) == 1 else cut.d, other
+        group, partition.size if len(sides) == 1 else partition.d, other
     ):  # means over rows, and over each block's columns
-        moments = moments // 2 + matrix.groups * cut.d + (cut.count if len(sides) == 1 else matrix.groups) * other
+        moments = (
+            moments // 2 + matrix.groups * partition.d + (partition.count if len(sides) == 1 else matrix.groups) * other
+        )
     if group["rate_gain"] and group["scaling"] == "adaptive":
-        blocks = cut.stacks if len(sides) == 1 else [(0, 1, cut.d)]
+        blocks = partition.stacks if len(sides) == 1 else [(0, 1, partition.d)]
         each = has_directions(blocks[0][2], other)
         moments += matrix.groups * sum(count * (size + other if each else 2) for _, count, size in blocks)
     if solver == "woodbury":
-        step = curved * rank * 4 * other + cut.count * 2 * rank * rank * other
-        refresh = 2 * curved * rank * rank + cut.count * rank**3
-        elements = curved * rank + cut.count * rank * rank
+        step = curved * rank * 4 * other + partition.count * 2 * rank * rank * other
+        refresh = 2 * curved * rank * rank + partition.count * rank**3
+        elements = curved * rank + partition.count * rank * rank
     elif solver == "sketched":
-        short = _sketch_rows(group, cut, rank)
-        step = 2 * rank * other * (curved + cut.count * short)
-        refresh = cut.count * (4 * rank * rank * short + rank**3)
-        elements = curved * rank + cut.count * rank * short
+        short = _sketch_rows(group, partition, rank)
+        step = 2 * rank * other * (curved + partition.count * short)
+        refresh = partition.count * (4 * rank * rank * short + rank**3)
+        elements = curved * rank + partition.count * rank * short
     elif solver == "none":
         step, refresh, elements, samples, source = 0, 0, moments, 0, "none"
     elif solver == "eigenbasis":
         step = 4 * sum(own.elements * (touched if length == other else length) for own, length in sides)
-        refresh = EIGH * cut.cubes
-        elements = cut.elements + curved + (curved if touched < other else moments)
+        refresh = EIGH * partition.cubes
+        elements = partition.elements + curved + (curved if touched < other else moments)
     else:
-        step, refresh, elements = 2 * cut.elements * touched, cut.cubes, cut.elements
+        step, refresh, elements = 2 * partition.elements * touched, partition.cubes, partition.elements
     inverse = refresh
     if group["curvature"] != "sample" and sides:
-        elements += cut.elements
+        elements += partition.elements
     if group["graft"] == "adam" and not matrix.sparse:
         elements += 2 * matrix.groups * rows * cols  # the moments of the step whose length is taken
     form = matrix.form or ""
@@ -314,14 +316,14 @@ def _row(
         short = min(short, kappa)  # an embedding's products touch nothing of the table's size
     if source == "batch":
         form = "mini-batch"
-        products = 2 * (cut.elements * short if len(sides) == 1 else sum(own.elements * n for own, n in sides))
+        products = 2 * (partition.elements * short if len(sides) == 1 else sum(own.elements * n for own, n in sides))
         if group["curvature"] == "batch":
             step += products
         else:
             refresh += products
     elif samples:
         used = subsample_size(samples, group["samples"])
-        stand_in = outer_costs(kappa, cut.d, short, cut.size)  # the cost model of dense factors
+        stand_in = outer_costs(kappa, partition.d, short, partition.size)  # the cost model of dense factors
         form = form or min(stand_in, key=lambda name: stand_in[name])
         cost = stand_in.get(form, min(stand_in.values()))
         for own, length in sides[1:]:
@@ -329,7 +331,7 @@ def _row(
             shared = stand_in["explicit"] + second["explicit"] - kappa * own.d * length  # G_i is written out once
             cost = min(cost + min(second.values()), shared)
         refresh += int(2 * used * matrix.groups * cost)
-    wire = Wire(cut.triangle, 0, 0) if team is None else team.wire(matrix, group)
+    traffic = Traffic(partition.triangle, 0, 0) if distributor is None else distributor.traffic(matrix, group)
     return PlanRow(
         name=matrix.name,
         parameters=tuple(matrix.names),
@@ -338,16 +340,16 @@ def _row(
         source=source,
         side=("none", side, "both")[len(sides)],
         solver=solver,
-        blocks=cut.count,
+        blocks=partition.count,
         form=form,
         state_bytes=state_bytes(state) or elements * width,
         step_flops=step,
         refresh_flops=refresh,
         note=matrix.note,
-        wire_bytes=0 if source == "batch" else wire.average * width,
-        inverse_bytes=0 if source == "batch" else wire.inverse * width,
-        step_bytes=wire.step * width,
-        owner=None if team is None else team.owners[id(matrix)],
+        wire_bytes=0 if source == "batch" else traffic.average * width,
+        inverse_bytes=0 if source == "batch" else traffic.inverse * width,
+        step_bytes=traffic.step * width,
+        owner=None if distributor is None else distributor.owners[id(matrix)],
         inverse_flops=inverse,
         sparse=matrix.sparse,
         parameter_bytes=sum(p.numel() * p.element_size() for p in matrix.params),
@@ -360,9 +362,9 @@ def state_bytes(state: Mapping[str, Any]) -> int:
     return sum(value.numel() * value.element_size() for value in kept)
 
 
-def _sketch_rows(group: dict[str, Any], cut: Cut, rank: int) -> int:
+def _sketch_rows(group: dict[str, Any], partition: BlockPartition, rank: int) -> int:
     spec = SketchSpec.parse(group["sketch"])
-    return min(cut.size, 2 * rank) if spec is None else spec.size
+    return min(partition.size, 2 * rank) if spec is None else spec.size
 
 
 def _amount(number: float, unit: str) -> str:

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ngplus.capture.accumulator import Gathered
-from ngplus.capture.collector import Gathering
+from ngplus.capture.accumulator import Accumulator
+from ngplus.capture.collector import Collector
 from ngplus.capture.matrices import ParameterMatrix
-from ngplus.fisher.blocks import Cut
+from ngplus.fisher.blocks import BlockPartition
 from ngplus.utils.typing import Group
 
 BUCKET_BYTES = 64 * 2**20
@@ -39,8 +39,8 @@ class Sum:
     ``keeper`` is the rank that alone needs the result; None where all do.
     """
 
-    gathered: Gathered
-    cut: Cut
+    gathered: Accumulator
+    partition: BlockPartition
     dtype: torch.dtype
     device: torch.device
     failed: bool
@@ -48,14 +48,14 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankGroup:
     """The ranks that train one model together."""
 
     group: dist.ProcessGroup
     size: int
 
     @classmethod
-    def of(cls, model: nn.Module | None, group: dist.ProcessGroup | None) -> Ranks | None:
+    def of(cls, model: nn.Module | None, group: dist.ProcessGroup | None) -> RankGroup | None:
         """Those of a DistributedDataParallel model, or those that the user names; None for a process of its own."""
         if group is None and isinstance(model, nn.parallel.DistributedDataParallel):
             group = model.process_group
@@ -90,7 +90,8 @@ class Ranks:
             stacks = s.gathered.products()
             if stacks is None:
                 stacks = [
-                    torch.zeros(s.cut.groups * n, p, p, dtype=s.dtype, device=s.device) for _, n, p in s.cut.stacks
+                    torch.zeros(s.partition.groups * n, p, p, dtype=s.dtype, device=s.device)
+                    for _, n, p in s.partition.stacks
                 ]
             travelling.append((s, pack(stacks)))
         travelling.sort(key=lambda pair: -1 if pair[0].keeper is None else pair[0].keeper)
@@ -100,7 +101,7 @@ class Ranks:
             for i, piece in zip(bucket, joined.split([travelling[i][1].numel() for i in bucket]), strict=True):
                 s = travelling[i][0]
                 here = keeper is None or keeper == self.rank
-                s.gathered.total, s.gathered.roots = unpack(piece, s.cut) if here else None, []
+                s.gathered.total, s.gathered.roots = unpack(piece, s.partition) if here else None, []
 
     def _to_keeper(self, flat: Tensor, keeper: int | None) -> None:
         if keeper is None:
@@ -120,7 +121,7 @@ class Ranks:
                 tensor.copy_(piece.view_as(tensor))
 
 
-class Wire(NamedTuple):
+class Traffic(NamedTuple):
     """Numbers of one matrix that cross ranks: the sums of a refresh, the inverse of a refresh, those of every step."""
 
     average: int
@@ -128,7 +129,7 @@ class Wire(NamedTuple):
     step: int
 
 
-class Team:
+class Distributor:
     """Ranks that share the work on some matrices. Each matrix has an owner among them."""
 
     owners: dict[int, int]  # by the id of the matrix
@@ -136,19 +137,19 @@ class Team:
     def __init__(self, matrices: Sequence[ParameterMatrix]) -> None:
         self.matrices = list(matrices)
 
-    def wire(self, matrix: ParameterMatrix, group: Group) -> Wire:
+    def traffic(self, matrix: ParameterMatrix, group: Group) -> Traffic:
         raise NotImplementedError
 
     def owns(self, matrix: ParameterMatrix) -> bool:
         raise NotImplementedError
 
-    def is_away(self, matrix: ParameterMatrix) -> bool:
+    def is_remote(self, matrix: ParameterMatrix) -> bool:
         """Is the matrix's curvature with its owner alone, and its direction sent in every step?"""
         raise NotImplementedError
 
     def keeps(self, matrix: ParameterMatrix) -> bool:
         """Does this rank hold the matrix's curvature, and find its direction?"""
-        return self.owns(matrix) or not self.is_away(matrix)
+        return self.owns(matrix) or not self.is_remote(matrix)
 
     def add_up(self, due: Sequence[tuple[ParameterMatrix, Sum]]) -> None:
         """The sums of a refresh, brought to where they are needed."""
@@ -162,7 +163,7 @@ class Team:
         """Gradients that have to be put together first, at their owners, by the id of their matrix."""
         return {}
 
-    def hand_out(
+    def scatter_directions(
         self, matrices: Sequence[ParameterMatrix], directions: Mapping[nn.Parameter, Tensor]
     ) -> dict[nn.Parameter, Tensor]:
         """The directions of these matrices on every rank, from those that their owners have found."""
@@ -170,7 +171,7 @@ class Team:
 
 
 def add_up(
-    team: Team, gathering: Gathering, due: Sequence[ParameterMatrix], groups: Mapping[nn.Parameter, Group]
+    distributor: Distributor, collector: Collector, due: Sequence[ParameterMatrix], groups: Mapping[nn.Parameter, Group]
 ) -> list[ParameterMatrix]:
     """On all ranks alike: the sums of these matrices become those of all ranks' samples, at those that need them.
 
@@ -178,19 +179,19 @@ def add_up(
     """
     sums = []
     for matrix in due:
-        cut = matrix.cut_of(groups[matrix.params[0]])
+        partition = matrix.partition_of(groups[matrix.params[0]])
         failed = matrix.source == "batch" or bool(matrix.reason)
-        sums.append((matrix, Sum(gathering.of(matrix), cut, matrix.dtype, matrix.params[0].device, failed)))
-    team.add_up(sums)
+        sums.append((matrix, Sum(collector.of(matrix), partition, matrix.dtype, matrix.params[0].device, failed)))
+    distributor.add_up(sums)
     for matrix, s in sums:
         if s.failed and matrix.source != "batch":
             matrix.fall_back(matrix.reason or "another rank has no per-sample curvature for it")
-        if s.failed or not s.gathered.used or not team.keeps(matrix):
-            gathering.take(matrix)
+        if s.failed or not s.gathered.used or not distributor.keeps(matrix):
+            collector.take(matrix)
     return [matrix for matrix, s in sums if s.gathered.used and not s.failed]
 
 
-class Replicas(Team):
+class ReplicatedDistributor(Distributor):
     """The team of ranks that all hold the parameters, as with DistributedDataParallel.
 
     "communication": the owner inverts L and sends the inverse (or the eigenbasis), once a refresh; every rank applies
@@ -199,7 +200,7 @@ class Replicas(Team):
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: RankGroup,
         matrices: Sequence[ParameterMatrix],
         groups: Mapping[nn.Parameter, Group],
         distribution: str,
@@ -208,40 +209,40 @@ class Replicas(Team):
         super().__init__(matrices)
         self.ranks, self._groups = ranks, groups
         # The rows of a sparse gradient come and go, and their side is short: each rank applies the inverse to them.
-        self._away = {id(m) for m in matrices if distribution == "memory" and not m.sparse}
-        costs = [cost_of(m, m.cut_of(groups[m.params[0]]), id(m) in self._away) for m in matrices]
+        self._remote = {id(m) for m in matrices if distribution == "memory" and not m.sparse}
+        costs = [cost_of(m, m.partition_of(groups[m.params[0]]), id(m) in self._remote) for m in matrices]
         owners = assign(costs, ranks.size, [kept.get(m.params[0]) for m in matrices])
         self.owners = dict(zip(map(id, matrices), owners, strict=True))
 
     def owns(self, matrix: ParameterMatrix) -> bool:
         return self.owners[id(matrix)] == self.ranks.rank
 
-    def is_away(self, matrix: ParameterMatrix) -> bool:
-        return id(matrix) in self._away
+    def is_remote(self, matrix: ParameterMatrix) -> bool:
+        return id(matrix) in self._remote
 
     def shares(self, matrix: ParameterMatrix) -> bool:
         """Does the owner send the inverse? A refresh in the background, or one that is timed by the drift of L, is made
         by every rank for itself."""
         group = self._groups[matrix.params[0]]
-        return not self.is_away(matrix) and group["background"] is False and group["drift"] is None
+        return not self.is_remote(matrix) and group["background"] is False and group["drift"] is None
 
     def add_up(self, due: Sequence[tuple[ParameterMatrix, Sum]]) -> None:
         """To the owner; to all where each rank inverts for itself, or keeps the moving average."""
         for matrix, s in due:
             averaged = self._groups[matrix.params[0]]["curvature"] == "momentum"
-            alone = self.is_away(matrix) or (self.shares(matrix) and not averaged)
+            alone = self.is_remote(matrix) or (self.shares(matrix) and not averaged)
             s.keeper = self.owners[id(matrix)] if alone else None
         self.ranks.add_up([s for _, s in due])
 
     def agree(self, table: Tensor) -> None:
         dist.all_reduce(table, group=self.ranks.group)
 
-    def wire(self, matrix: ParameterMatrix, group: Group) -> Wire:
-        cut = matrix.cut_of(group)
-        step = sum(p.numel() for p in matrix.active_params) if self.is_away(matrix) else 0
-        return Wire(cut.triangle, solved_numbers(cut, group) if self.shares(matrix) else 0, step)
+    def traffic(self, matrix: ParameterMatrix, group: Group) -> Traffic:
+        partition = matrix.partition_of(group)
+        step = sum(p.numel() for p in matrix.active_params) if self.is_remote(matrix) else 0
+        return Traffic(partition.triangle, solved_numbers(partition, group) if self.shares(matrix) else 0, step)
 
-    def hand_out(
+    def scatter_directions(
         self, matrices: Sequence[ParameterMatrix], directions: Mapping[nn.Parameter, Tensor]
     ) -> dict[nn.Parameter, Tensor]:
         params = [(param, self.owners[id(m)]) for m in matrices for param in m.active_params]
@@ -250,19 +251,19 @@ class Replicas(Team):
         return out
 
 
-def solved_numbers(cut: Cut, group: Mapping[str, Any]) -> int:
+def solved_numbers(partition: BlockPartition, group: Mapping[str, Any]) -> int:
     """What an owner sends of a refresh: an eigenbasis, or a triangle and lambda."""
     if group["scaling"] != "adaptive":
-        return cut.triangle + 1
-    return cut.elements + cut.groups * sum(count * size for _, count, size in cut.stacks)
+        return partition.triangle + 1
+    return partition.elements + partition.groups * sum(count * size for _, count, size in partition.stacks)
 
 
-def cost_of(matrix: ParameterMatrix, cut: Cut, steps: bool) -> float:
+def cost_of(matrix: ParameterMatrix, partition: BlockPartition, steps: bool) -> float:
     """The cost of a matrix by its shape alone, so that it never changes: d p^2 a refresh; for each side d p D a step,
     and m n for what is elementwise, which is all where no side is curved."""
     entries = matrix.layout.rows * matrix.layout.cols
-    products = sum(own.elements * (entries // own.d) for _, own in cut.sides("left"))
-    return float(cut.cubes + (products + cut.groups * entries if steps else 0))
+    products = sum(own.elements * (entries // own.d) for _, own in partition.sides("left"))
+    return float(partition.cubes + (products + partition.groups * entries if steps else 0))
 
 
 def assign(costs: Sequence[float], ranks: int, kept: Sequence[int | None] | None = None) -> list[int]:
@@ -293,11 +294,11 @@ def pack(stacks: Sequence[Tensor]) -> Tensor:
     return torch.cat(flat)
 
 
-def unpack(flat: Tensor, cut: Cut) -> list[Tensor]:
+def unpack(flat: Tensor, partition: BlockPartition) -> list[Tensor]:
     """The way back, both triangles filled."""
     stacks, start = [], 0
-    for _, count, size in cut.stacks:
-        blocks, length = cut.groups * count, size * (size + 1) // 2
+    for _, count, size in partition.stacks:
+        blocks, length = partition.groups * count, size * (size + 1) // 2
         rows, cols = torch.tril_indices(size, size, device=flat.device)
         stack = flat.new_empty(blocks, size, size)
         values = flat[start : start + blocks * length].view(blocks, length)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from ngplus.capture.matrices import ParameterMatrix
-from ngplus.distributed.collectives import Ranks, Sum, Team, Wire, assign, cost_of
+from ngplus.distributed.collectives import Distributor, RankGroup, Sum, Traffic, assign, cost_of
 from ngplus.utils.dtensor import is_dtensor, local
 from ngplus.utils.typing import Group
 
@@ -68,7 +68,7 @@ def managed_by_fsdp(model: nn.Module | None) -> dict[Tensor, tuple[Managed, Any]
     return found
 
 
-class Shards(Team):
+class ShardedDistributor(Distributor):
     """The team of a mesh: the ranks that hold the parts of these matrices' parameters between them."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Shards(Team):
         matrices: Sequence[ParameterMatrix],
         groups: Mapping[nn.Parameter, Group],
         kept: Mapping[nn.Parameter, int],
-        ranks: Ranks | None,
+        ranks: RankGroup | None,
     ) -> None:
         super().__init__(matrices)
         here = tuple(mesh.get_coordinate())
@@ -97,7 +97,7 @@ class Shards(Team):
         self._among_replicas = None if data.replicate is None else _ranks(mesh.get_group(data.replicate))
         if data.shard is None and data.replicate is None:
             self._among_replicas = ranks  # tensor parallel copies that the user, or DDP, trains on different samples
-        costs = [cost_of(m, m.cut_of(groups[m.params[0]]), steps=True) for m in matrices]
+        costs = [cost_of(m, m.partition_of(groups[m.params[0]]), steps=True) for m in matrices]
         owners = assign(costs, self.size, [kept.get(m.params[0]) for m in matrices])
         self.owners = dict(zip(map(id, matrices), owners, strict=True))
         model_dims = [dim for dim in dims if dim != data.shard]
@@ -117,7 +117,7 @@ class Shards(Team):
 
     keeps = owns
 
-    def is_away(self, matrix: ParameterMatrix) -> bool:
+    def is_remote(self, matrix: ParameterMatrix) -> bool:
         return True
 
     def add_up(self, due: Sequence[tuple[ParameterMatrix, Sum]]) -> None:
@@ -145,12 +145,12 @@ class Shards(Team):
     def agree(self, table: Tensor) -> None:
         dist.all_reduce(table, group=self.group)
 
-    def wire(self, matrix: ParameterMatrix, group: Group) -> Wire:
+    def traffic(self, matrix: ParameterMatrix, group: Group) -> Traffic:
         """Over all ranks together. Of a gradient each part is sent once, of a direction to all that hold it."""
         averages = sum(ranks is not None for ranks in (self._among_shards, self._among_replicas))
         gradient = sum(param.numel() for param in matrix.active_params)
         direction = sum(piece.numel for param in matrix.active_params for piece in self._pieces[param])
-        return Wire(averages * matrix.cut_of(group).triangle, 0, gradient + direction)
+        return Traffic(averages * matrix.partition_of(group).triangle, 0, gradient + direction)
 
     def gather(self, matrices: Sequence[ParameterMatrix]) -> dict[int, list[Tensor]]:
         """The gradients of those of the matrices that this rank owns, whole: one for each parameter that is trained."""
@@ -178,7 +178,7 @@ class Shards(Team):
                 room.copy_(part.view_as(room))
         return out
 
-    def hand_out(
+    def scatter_directions(
         self, matrices: Sequence[ParameterMatrix], directions: Mapping[nn.Parameter, Tensor]
     ) -> dict[nn.Parameter, Tensor]:
         """From the directions of the matrices that a rank owns to every rank's parts of all directions."""
@@ -213,9 +213,9 @@ class Shards(Team):
         return [part.split(each) for part, each in zip(got.split(totals), sizes, strict=True)]
 
 
-def _ranks(group: dist.ProcessGroup) -> Ranks | None:
+def _ranks(group: dist.ProcessGroup) -> RankGroup | None:
     size = dist.get_world_size(group)
-    return None if size == 1 else Ranks(group, size)
+    return None if size == 1 else RankGroup(group, size)
 
 
 def _piece(param: Any, place: tuple[int, ...]) -> Piece:
@@ -240,8 +240,8 @@ def shards_of(
     model: nn.Module | None,
     groups: Mapping[nn.Parameter, Group],
     kept: Mapping[nn.Parameter, int],
-    ranks: Ranks | None,
-) -> list[Shards]:
+    ranks: RankGroup | None,
+) -> list[ShardedDistributor]:
     """The teams of the matrices whose parameters are sharded, one for each mesh and way of sharding.
 
     ``kept`` are the owners, by first parameter, of matrices that have one; ``ranks`` those that average gradients.
@@ -269,4 +269,4 @@ def shards_of(
         matrix.managed = [managed[p][1] for p in matrix.params if p in managed]
         if matrix.source == "vmap":
             matrix.fall_back("its parameters are sharded, and no layer rule covers it")
-    return [Shards(mesh, data, each, groups, kept, ranks) for (mesh, data), each in by_mesh.items()]
+    return [ShardedDistributor(mesh, data, each, groups, kept, ranks) for (mesh, data), each in by_mesh.items()]

@@ -23,7 +23,7 @@ def even_size(d: int, largest: int) -> int:
 
 
 @dataclass(frozen=True)
-class Cut:
+class BlockPartition:
     """The stacks that a dimension of length d falls into: ``(start, number of blocks, block size)`` each."""
 
     groups: int
@@ -31,7 +31,7 @@ class Cut:
     size: int
 
     @classmethod
-    def of(cls, groups: int, d: int, block_size: int | None) -> Cut:
+    def of(cls, groups: int, d: int, block_size: int | None) -> BlockPartition:
         return cls(groups, d, d if block_size is None else min(block_size, d))
 
     @cached_property
@@ -67,7 +67,7 @@ class Cut:
         """The sum of p^3 over all blocks, the cost of an inverse up to its constant."""
         return self.groups * sum(count * size**3 for _, count, size in self.stacks)
 
-    def sides(self, side: str) -> list[tuple[str, Cut]]:
+    def sides(self, side: str) -> list[tuple[str, BlockPartition]]:
         """Each side that is curved, with a cut of its own; ``side`` is the first."""
         return [(side, self)]
 
@@ -98,14 +98,14 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class NoSides(Cut):
+class NoPartition(BlockPartition):
     """No side curved: the gradient stays as it is, and so do Adam's moments of it."""
 
     @cached_property
     def stacks(self) -> list[tuple[int, int, int]]:
         return []
 
-    def sides(self, side: str) -> list[tuple[str, Cut]]:
+    def sides(self, side: str) -> list[tuple[str, BlockPartition]]:
         return []
 
     def split(self, x: Tensor) -> list[Tensor]:
@@ -116,7 +116,7 @@ class NoSides(Cut):
 
 
 @dataclass(frozen=True)
-class BothSides(Cut):
+class TwoSidedPartition(BlockPartition):
     """Both sides of a matrix curved (``side="both"``): for d and for the other dimension, each whole or in blocks.
 
     The gradient stays one stack; only what is made of the sides, their products and bases, comes in those of each.
@@ -126,18 +126,18 @@ class BothSides(Cut):
     other_size: int = field(default=0, repr=False)
 
     @cached_property
-    def first(self) -> Cut:
-        return Cut(self.groups, self.d, self.size)
+    def first(self) -> BlockPartition:
+        return BlockPartition(self.groups, self.d, self.size)
 
     @cached_property
-    def second(self) -> Cut:
-        return Cut(self.groups, self.other, self.other_size)
+    def second(self) -> BlockPartition:
+        return BlockPartition(self.groups, self.other, self.other_size)
 
     @cached_property
     def stacks(self) -> list[tuple[int, int, int]]:
         return self.first.stacks + self.second.stacks
 
-    def sides(self, side: str) -> list[tuple[str, Cut]]:
+    def sides(self, side: str) -> list[tuple[str, BlockPartition]]:
         return [(side, self.first), ("right" if side == "left" else "left", self.second)]
 
     def split(self, x: Tensor) -> list[Tensor]:

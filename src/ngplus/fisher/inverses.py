@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ngplus.fisher.factors import wide
 from ngplus.fisher.sketch import Sketch
-from ngplus.utils.finite import Trouble
+from ngplus.utils.finite import RefreshStatus
 
 # Damping grows by this factor, this often, before a matrix that will not factorise is handed to float64.
 GROWTH, RETRIES = 10.0, 4
@@ -103,7 +103,7 @@ def damped(matrix: Tensor, damping: Tensor) -> Tensor:
     return out
 
 
-def dense_inverse(matrix: Tensor, damping: Tensor, trouble: Trouble | None = None) -> Tensor:
+def dense_inverse(matrix: Tensor, damping: Tensor, status: RefreshStatus | None = None) -> Tensor:
     """(lambda I + L)^-1 by Cholesky, d^3 FLOPs a block.
 
     A matrix that does not factorise gets ten times the damping, up to four times; then float64; what is left becomes
@@ -111,23 +111,23 @@ def dense_inverse(matrix: Tensor, damping: Tensor, trouble: Trouble | None = Non
     is not. The host decides how far to climb. Where it cannot see that without waiting for a device, it does not look
     at once: a failure becomes the plain step, and is noted in ``trouble``.
     """
-    trouble = trouble or Trouble(climb=True)
+    status = status or RefreshStatus(climb=True)
     if matrix.shape[-1] == 1:
         return (matrix + damping).clamp_min(torch.finfo(matrix.dtype).tiny).reciprocal()
     inverse, failed = _cholesky_inverse(damped(matrix, damping))
-    seen = trouble.looks(failed.any())
+    seen = status.looks(failed.any())
     if seen is False:
         return inverse
-    trouble.add("retried", failed.any())
+    status.add("retried", failed.any())
     level = torch.maximum(damping.expand(len(matrix), 1), _floor(matrix))
     if seen:
-        inverse, failed, level = _climb(matrix, level, inverse, failed, trouble)
+        inverse, failed, level = _climb(matrix, level, inverse, failed, status)
     plain = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device) / level[:, :, None]
     return torch.where(failed[:, None, None], plain, inverse)
 
 
 def _climb(
-    matrix: Tensor, level: Tensor, inverse: Tensor, failed: Tensor, trouble: Trouble
+    matrix: Tensor, level: Tensor, inverse: Tensor, failed: Tensor, status: RefreshStatus
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The ladder for the blocks that failed: more damping, then float64. With the last damping, and what failed all."""
     for rung in range(RETRIES + 1):
@@ -136,9 +136,9 @@ def _climb(
         retry, still = _cholesky_inverse(damped(matrix.to(wide(matrix)) if last else matrix, level))
         inverse = torch.where((failed & ~still)[:, None, None], retry.to(inverse), inverse)
         failed = failed & still
-        if not trouble.looks(failed.any()):
+        if not status.looks(failed.any()):
             return inverse, failed, level
-    trouble.add("plain", failed.any())
+    status.add("plain", failed.any())
     return inverse, failed, level
 
 
@@ -160,9 +160,9 @@ def _cholesky_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return inverse, failed | ~inverse.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
 
 
-def woodbury_core(factor: Tensor, damping: Tensor, trouble: Trouble | None = None) -> Tensor:
+def woodbury_core(factor: Tensor, damping: Tensor, status: RefreshStatus | None = None) -> Tensor:
     """(lambda I + U^T U)^-1, r x r: what Woodbury's identity needs beside U."""
-    return dense_inverse(factor.mT @ factor, damping, trouble)
+    return dense_inverse(factor.mT @ factor, damping, status)
 
 
 def woodbury_apply(factor: Tensor, core: Tensor, damping: Tensor, gradient: Tensor) -> Tensor:
@@ -170,14 +170,14 @@ def woodbury_apply(factor: Tensor, core: Tensor, damping: Tensor, gradient: Tens
     return (gradient - factor @ (core @ (factor.mT @ gradient))) / damping
 
 
-def sketched_core(factor: Tensor, damping: Tensor, sketch: Sketch, trouble: Trouble | None = None) -> Tensor:
+def sketched_core(factor: Tensor, damping: Tensor, sketch: Sketch, status: RefreshStatus | None = None) -> Tensor:
     """The solution operator of the sketched least-squares problem, r x q.
 
     Z = argmin ||Omega U Z - Omega G||^2 + lambda ||Z||^2 = C (Omega G) with
     C = (lambda I + (Omega U)^T (Omega U))^-1 (Omega U)^T.
     """
     short = sketch(factor.mT)  # (Omega U)^T
-    return dense_inverse(short @ short.mT, damping, trouble) @ short
+    return dense_inverse(short @ short.mT, damping, status) @ short
 
 
 def sketched_apply(factor: Tensor, core: Tensor, damping: Tensor, gradient: Tensor, sketch: Sketch) -> Tensor:
@@ -185,7 +185,7 @@ def sketched_apply(factor: Tensor, core: Tensor, damping: Tensor, gradient: Tens
     return (gradient - factor @ (core @ sketch(gradient.mT).mT)) / damping
 
 
-def eigenbasis(matrix: Tensor, trouble: Trouble | None = None) -> tuple[Tensor, Tensor]:
+def eigenbasis(matrix: Tensor, status: RefreshStatus | None = None) -> tuple[Tensor, Tensor]:
     """w and Q of L = Q diag(w) Q^T, in the order of rising eigenvalues, up to a slight tilt.
 
     Where eigenvalues are equal, as in the null space of few samples, their eigenvectors are any basis of a space,
@@ -206,14 +206,14 @@ def eigenbasis(matrix: Tensor, trouble: Trouble | None = None) -> tuple[Tensor, 
         try:
             values, vectors = torch.linalg.eigh(tilted.to(dtype))
         except RuntimeError:  # LinAlgError: float32 does not always converge where many rows are zero
-            if trouble is not None:
-                trouble.add("retried" if i < len(attempts) else "plain", torch.ones((), dtype=torch.bool))
+            if status is not None:
+                status.add("retried" if i < len(attempts) else "plain", torch.ones((), dtype=torch.bool))
             continue
         return values.to(matrix.dtype) * mean[:, None], vectors.to(matrix.dtype)
     return matrix.diagonal(dim1=-2, dim2=-1).clone(), torch.eye(d).to(matrix).expand_as(matrix).clone()
 
 
-def eigenbases(tasks: Sequence[tuple[Tensor, Trouble | None]]) -> Iterator[tuple[Tensor, Tensor]]:
+def eigenbases(tasks: Sequence[tuple[Tensor, RefreshStatus | None]]) -> Iterator[tuple[Tensor, Tensor]]:
     """The same for many stacks of matrices, in their order. Small ones of one size are one stack, in fewer calls. Where
     one of a stack meets trouble, each is taken by itself."""
     alike: dict[object, list[int]] = {}
@@ -222,7 +222,7 @@ def eigenbases(tasks: Sequence[tuple[Tensor, Trouble | None]]) -> Iterator[tuple
         alike.setdefault((size, matrix.dtype, matrix.device) if size <= SMALL else i, []).append(i)
     found: dict[int, tuple[Tensor, Tensor]] = {}
     for places in alike.values():
-        together = Trouble()
+        together = RefreshStatus()
         if len(places) > 1:
             values, vectors = eigenbasis(torch.cat([tasks[i][0] for i in places]), together)
         if len(places) == 1 or together.retried is not None or together.plain is not None:

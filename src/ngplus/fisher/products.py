@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ngplus.fisher.blocks import Cut
+from ngplus.fisher.blocks import BlockPartition
 from ngplus.fisher.factors import Bags, Factors, Lookup
 from ngplus.fisher.sketch import Sketch
 
@@ -41,7 +41,7 @@ def choose_form(factors: Factors, side: str, other: int, block: int) -> str:
 def gfim_sum(
     factors: Factors,
     side: str,
-    cut: Cut,
+    partition: BlockPartition,
     *,
     form: str = "auto",
     sketch: Callable[[int], Sketch | None] | None = None,
@@ -57,14 +57,14 @@ def gfim_sum(
     omega = sketch(other) if sketch is not None and not _skips_sketch(factors, side) else None
     other = other if omega is None else omega.spec.size
     if form == "auto":
-        form = choose_form(factors, side, other, cut.size)
-    elif form not in factors.costs(side, other, cut.size):
+        form = choose_form(factors, side, other, partition.size)
+    elif form not in factors.costs(side, other, partition.size):
         raise ValueError(f"The form {form!r} does not apply to {type(factors).__name__} on the {side} side")
     total: list[Tensor] = []
     summed = _Sum(factors, side, samples) if form == "explicit" and omega is None else None
     for piece in _pieces(factors, factors.memory(side, form, other), samples, chunk_bytes, dtype):
         y, z = factors.pair(side, form, piece, omega, dtype)
-        _add_products(total, cut.split(y.mT), cut.split(z.mT))
+        _add_products(total, partition.split(y.mT), partition.split(z.mT))
         if summed is not None:
             summed.add(y)
     for acc in total:
@@ -75,7 +75,7 @@ def gfim_sum(
 def gfim_sums(
     factors: Factors,
     side: str,
-    cut: Cut,
+    partition: BlockPartition,
     *,
     sketch: Callable[[int], Sketch | None] | None = None,
     samples: Tensor | None = None,
@@ -83,8 +83,8 @@ def gfim_sums(
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """The sums of every side that ``cut`` curves. Of both sides, G_i is written out once where that is the cheapest."""
-    sides = cut.sides(side)
-    if len(sides) < 2 or not shares_gradients(factors, cut, side):
+    sides = partition.sides(side)
+    if len(sides) < 2 or not shares_gradients(factors, partition, side):
         each = [
             gfim_sum(factors, one, own, sketch=sketch, samples=samples, chunk_bytes=chunk_bytes, dtype=dtype)
             for one, own in sides
@@ -125,9 +125,9 @@ class _Sum:
         self._for.total = part if self._for.total is None else self._for.total + part
 
 
-def shares_gradients(factors: Factors, cut: Cut, side: str) -> bool:
+def shares_gradients(factors: Factors, partition: BlockPartition, side: str) -> bool:
     """Of both sides: is it cheapest to write G_i out once, and to take both products of it?"""
-    costs = [factors.costs(one, factors.curved_and_other(one)[1], own.size) for one, own in cut.sides(side)]
+    costs = [factors.costs(one, factors.curved_and_other(one)[1], own.size) for one, own in partition.sides(side)]
     if len(costs) < 2 or any("explicit" not in cost for cost in costs):
         return False
     return sum(cost["explicit"] for cost in costs) - factors.writing_cost <= sum(min(c.values()) for c in costs)
@@ -153,10 +153,15 @@ def _add_products(total: list[Tensor], ys: Sequence[Tensor], zs: Sequence[Tensor
 
 
 def gfim_root(
-    factors: Factors, side: str, cut: Cut, *, samples: Tensor | None = None, dtype: torch.dtype = torch.float32
+    factors: Factors,
+    side: str,
+    partition: BlockPartition,
+    *,
+    samples: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """U with U U^T = sum_i G_i G_i^T (left) or sum_i G_i^T G_i (right), [blocks, p, r] for each stack of ``cut``."""
-    return cut.split(factors.root(side, slice(None) if samples is None else samples, dtype))
+    return partition.split(factors.root(side, slice(None) if samples is None else samples, dtype))
 
 
 def _panel(d: int) -> int:

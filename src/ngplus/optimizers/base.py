@@ -12,23 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ngplus.capture.accumulator import Gathered
-from ngplus.capture.collector import Gathering
+from ngplus.capture.accumulator import Accumulator
+from ngplus.capture.collector import Collector
 from ngplus.capture.layers.base import no_mixed_precision
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.diagnostics.health import FETCH_EVERY, Health
-from ngplus.distributed.collectives import Team, add_up
+from ngplus.distributed.collectives import Distributor, add_up
 from ngplus.fisher.inverses import Product
-from ngplus.optimizers.binding import BoundOptimizer
+from ngplus.optimizers.binding import MatrixOptimizer
 from ngplus.optimizers.gradients import agree, gradient_norms, gradient_parts
 from ngplus.optimizers.update import update_parameters, worked_out
 from ngplus.utils.dtensor import like
-from ngplus.utils.finite import Trouble, keep_last_good, look, norms_of, zero_where
+from ngplus.utils.finite import RefreshStatus, keep_last_good, norms_of, read_if_on_host, zero_where
 from ngplus.utils.typing import Group, State
 from ngplus.utils.warnings import warn
 
 
-class Work:
+class MatrixUpdate:
     """One matrix in one step. ``parts`` are the gradients of its parameters, [groups, m, n_k], that stand side by side.
     Of a sparse gradient, they hold the rows touched, and ``rows`` their indices."""
 
@@ -48,15 +48,17 @@ class Work:
     def stacks(self) -> list[Tensor]:
         """The gradient with its curved dimension first, in the blocks of its matrix."""
         side = self.matrix.side(self.group["side"])
-        return self.matrix.cut_of(self.group).split(self.gradient if side == "left" else self.gradient.mT)
+        return self.matrix.partition_of(self.group).split(self.gradient if side == "left" else self.gradient.mT)
 
     def merged(self, stacks: Sequence[Tensor]) -> Tensor:
         """The way back: [groups, m, n]."""
-        whole = self.matrix.cut_of(self.group).merge(stacks)
+        whole = self.matrix.partition_of(self.group).merge(stacks)
         return whole if self.matrix.side(self.group["side"]) == "left" else whole.mT
 
 
-Task = tuple[Work, Gathered | None, Trouble]  # a refresh: what was gathered for a matrix, and what it meets
+Task = tuple[
+    MatrixUpdate, Accumulator | None, RefreshStatus
+]  # a refresh: what was gathered for a matrix, and what it meets
 
 # Of a matrix, or of each of its parameters as a product; like a gradient, with the rows that it touches.
 Direction = tuple[Tensor | list[Product], Tensor | None]
@@ -64,7 +66,7 @@ Direction = tuple[Tensor | list[Product], Tensor | None]
 Directions = dict[nn.Parameter, Tensor | Product]  # of all parameters of a step
 
 
-class CapturedOptimizer(BoundOptimizer):
+class BaseOptimizer(MatrixOptimizer):
     """The frame. A method gives ``_fits``, ``_refresh`` or ``_refresh_all``, and ``_direction`` or ``_precondition``;
     the rest where it has a way of its own."""
 
@@ -76,10 +78,10 @@ class CapturedOptimizer(BoundOptimizer):
     def _begin(self) -> None:
         """What a method does at the beginning of a step, on every rank."""
 
-    def _observe(self, work: Work) -> None:
+    def _observe(self, update: MatrixUpdate) -> None:
         """What a method does in every step, before a refresh."""
 
-    def _refresh(self, work: Work, gathered: Gathered | None, trouble: Trouble) -> None:
+    def _refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
         """New curvature in the state, in new tensors; without ``gathered``, from the mini-batch gradient.
 
         Curvature that is not finite is noted in ``trouble`` as "dropped". Where the host can see that, the state stays
@@ -87,23 +89,23 @@ class CapturedOptimizer(BoundOptimizer):
         """
         raise NotImplementedError
 
-    def _refreshed_together(self, works: Sequence[Work]) -> list[list[Work]]:
+    def _refreshed_together(self, updates: Sequence[MatrixUpdate]) -> list[list[MatrixUpdate]]:
         """The matrices that are due, as they go through ``_refresh_all``: what is new and what was before are both
         there for as long as that takes, so large ones go one by one."""
-        return [[work] for work in works]
+        return [[update] for update in updates]
 
     def _refresh_all(self, tasks: Sequence[Task]) -> None:
         """The refreshes of matrices that a method may work on together."""
-        for work, gathered, trouble in tasks:
-            self._refresh(work, gathered, trouble)
+        for update, gathered, status in tasks:
+            self._refresh(update, gathered, status)
 
-    def _direction(self, work: Work) -> Direction:
+    def _direction(self, update: MatrixUpdate) -> Direction:
         """The preconditioned gradient [groups, m, n]; of a sparse one, the rows touched and their indices."""
         raise NotImplementedError
 
-    def _precondition(self, works: Sequence[Work]) -> list[Direction]:
+    def _precondition(self, updates: Sequence[MatrixUpdate]) -> list[Direction]:
         """The directions of all matrices of a step; a method may work on many of them together."""
-        return [self._direction(work) for work in works]
+        return [self._direction(update) for update in updates]
 
     def _initialised(self, group: Group, state: State) -> None:
         """After a step that only initialises the state."""
@@ -117,7 +119,9 @@ class CapturedOptimizer(BoundOptimizer):
         """After a step: keeps what may stand for the next one where that comes ``again`` in the same way, or drops
         it."""
 
-    def _share(self, team: Team, fresh: list[ParameterMatrix], gathering: Gathering, due: set[int]) -> None:
+    def _share(
+        self, distributor: Distributor, estimate: list[ParameterMatrix], collector: Collector, due: set[int]
+    ) -> None:
         """Refreshes the matrices whose curvature every rank of a team keeps; they are due no more."""
 
     # ---------------------------------------------------------------------------------------------- the step
@@ -142,10 +146,10 @@ class CapturedOptimizer(BoundOptimizer):
             for group in self.param_groups:
                 complete = self._complete(group)
                 params, left_out = update_parameters(complete, directions, self.state, self._skip, length)
-                self._ledger.note("steps", [self._names[p] for p in params], left_out)
+                self._faults.note("steps", [self._names[p] for p in params], left_out)
             self._advance()
             self._remember(True)
-        self._ledger.tell()
+        self._faults.tell()
 
     @torch.no_grad()
     def _replace_gradients(self) -> None:
@@ -161,12 +165,12 @@ class CapturedOptimizer(BoundOptimizer):
             parts = [d.values() if d.is_sparse else d for d in made]
             bad = ~norms_of(parts).isfinite()
             zero_where(bad if self._skip is None else bad | self._skip.to(bad.device), parts)
-            self._ledger.note("steps", [self._names[p] for p in params], bad)
+            self._faults.note("steps", [self._names[p] for p in params], bad)
             for param, direction in zip(params, made, strict=True):
                 param.grad = like(param, direction)
             self._advance()
             self._remember(False)
-        self._ledger.tell()
+        self._faults.tell()
 
     def _directions(self) -> Directions | None:
         """The direction of every parameter that has a gradient; None where the step is to be skipped."""
@@ -174,51 +178,51 @@ class CapturedOptimizer(BoundOptimizer):
             self._check(group)
         changed = [matrix for matrix in self._matrices if matrix.update_layout()]  # frozen or cast since the pass
         self._begin()
-        gathering = self._gathering
-        assert gathering is not None
+        collector = self._collector
+        assert collector is not None
         self._skip = None
-        gathering.finish()
+        collector.finish()
         for matrix in changed:
-            gathering.take(matrix)  # of the parameters that it had before
+            collector.take(matrix)  # of the parameters that it had before
         self._find_replicas()
         due = {id(m) for m in self._matrices if self._due(m)}
-        for team in self._teams:
-            asked = [m for m in team.matrices if id(m) in due and self._captures(self._group(m))]
-            self._share(team, add_up(team, gathering, asked, self._of_param), gathering, due)
+        for distributor in self._distributors:
+            asked = [m for m in distributor.matrices if id(m) in due and self._captures(self._group(m))]
+            self._share(distributor, add_up(distributor, collector, asked, self._of_param), collector, due)
         present, names, norms = self._with_gradients()
         if not present:
-            if gathering.forward_seen:
+            if collector.forward_seen:
                 raise RuntimeError(
                     "No parameter has a gradient, though the model has been called: the loss does not reach any "
                     "parameter of this optimizer, or backward() was not called since zero_grad()"
                 )
             return None
-        self._ledger.steps += 1
+        self._faults.steps += 1
         self._skip = self._unfit(names, ~norms.isfinite())
-        if self._skip is not None and look(self._skip):
-            gathering.forget()  # the step is left out as if there had been none
+        if self._skip is not None and read_if_on_host(self._skip):
+            collector.forget()  # the step is left out as if there had been none
             return None
         # Distributed checkpoints make a step with lr = 0 and zero gradients, only to have the state initialised.
         self._initialising = all(is_zero(g["lr"]) for g in self.param_groups) and not bool(norms.any())
         if due:
-            self._ledger.fetch()
-        works = self._works(present, due)
+            self._faults.fetch()
+        updates = self._updates(present, due)
         uncovered: list[ParameterMatrix] = []
-        for work in works:
-            self._observe(work)
-        for together in self._refreshed_together([work for work in works if id(work.matrix) in due]):
-            self._take_up(together, gathering, uncovered)
+        for update in updates:
+            self._observe(update)
+        for together in self._refreshed_together([update for update in updates if id(update.matrix) in due]):
+            self._take_up(together, collector, uncovered)
         if due:
-            self._ledger.fetch()
+            self._faults.fetch()
         directions: Directions = {}
-        for work, direction in zip(works, self._precondition(works), strict=True):
-            directions.update(by_parameter(work, *self._fit_to_share(work, *direction)))
+        for update, direction in zip(updates, self._precondition(updates), strict=True):
+            directions.update(by_parameter(update, *self._fit_to_share(update, *direction)))
             if self._initialising:
-                self._initialised(work.group, work.state)
-        for team in self._teams:
-            away = [m for m in present if self._team(m) is team and team.is_away(m)]
+                self._initialised(update.group, update.state)
+        for distributor in self._distributors:
+            away = [m for m in present if self._distributor(m) is distributor and distributor.is_remote(m)]
             owned = {p: worked_out(p, directions[p]) for m in away for p in m.active_params if p in directions}
-            directions.update(team.hand_out(away, owned) if away else {})
+            directions.update(distributor.scatter_directions(away, owned) if away else {})
         self._warn_uncovered(uncovered)
         return {param: direction for param, direction in directions.items() if param.grad is not None}
 
@@ -227,19 +231,21 @@ class CapturedOptimizer(BoundOptimizer):
 
         Averaged gradients are the same on all ranks, and of sharded ones the ranks have agreed: all decide alike.
         """
-        seen = look(bad)
+        seen = read_if_on_host(bad)
         if seen is not None and not any(seen):
             return None
-        self._ledger.note("gradients", names, bad)
-        self._ledger.note("skipped", ("",), bad.any()[None])
+        self._faults.note("gradients", names, bad)
+        self._faults.note("skipped", ("",), bad.any()[None])
         return bad.any()
 
     def _with_gradients(self) -> tuple[list[ParameterMatrix], list[str], Tensor]:
         """The matrices of this step, and the names and norms of the gradients. A team that exchanges gradients or
         directions in every step agrees on them first."""
-        busy = [team for team in self._teams if any(map(team.is_away, team.matrices))]
-        agreed = [agree(team) for team in busy]
-        apart = {id(m) for team in busy for m in team.matrices}
+        busy = [
+            distributor for distributor in self._distributors if any(map(distributor.is_remote, distributor.matrices))
+        ]
+        agreed = [agree(distributor) for distributor in busy]
+        apart = {id(m) for distributor in busy for m in distributor.matrices}
         present = [m for m in self._matrices if id(m) not in apart and any(p.grad is not None for p in m.params)]
         names, norms = gradient_norms(present)
         for matrices, more_names, more_norms in agreed:
@@ -247,17 +253,17 @@ class CapturedOptimizer(BoundOptimizer):
             norms = torch.cat([norms.to(more_norms), more_norms])
         return present, names, norms
 
-    def _works(self, present: Sequence[ParameterMatrix], due: set[int]) -> list[Work]:
+    def _updates(self, present: Sequence[ParameterMatrix], due: set[int]) -> list[MatrixUpdate]:
         """The parts of this step that are done on this rank. A matrix's curvature is in its first parameter's state."""
-        works = []
+        updates = []
         given: dict[int, list[Tensor]] = {}
-        for team in self._teams:
-            given.update(team.gather([m for m in present if self._team(m) is team]))
+        for distributor in self._distributors:
+            given.update(distributor.gather([m for m in present if self._distributor(m) is distributor]))
         if len(self.state) != len(self._names):  # distributed checkpoints want an entry for every parameter
             for param in (param for matrix in present for param in matrix.params):
                 self.state.setdefault(param, {})
         for matrix in present:
-            group, state, its_team = self._group(matrix), self.state[matrix.params[0]], self._team(matrix)
+            group, state, its_team = self._group(matrix), self.state[matrix.params[0]], self._distributor(matrix)
             if id(matrix) in due:
                 state["refreshed"] = self._measures(matrix)
             if its_team is not None and not its_team.keeps(matrix):
@@ -265,55 +271,55 @@ class CapturedOptimizer(BoundOptimizer):
             parts, rows = gradient_parts(matrix, self._complete(group), given.get(id(matrix)))
             if self._skip is not None:  # the device knows whether: moving averages take in zeros, parameters nothing
                 parts = [part.masked_fill(self._skip.to(part.device), 0) for part in parts]
-            works.append(Work(matrix, group, state, parts, rows))
-        return works
+            updates.append(MatrixUpdate(matrix, group, state, parts, rows))
+        return updates
 
-    def _fit_to_share(self, work: Work, direction: Tensor | list[Product], rows: Tensor | None) -> Direction:
+    def _fit_to_share(self, update: MatrixUpdate, direction: Tensor | list[Product], rows: Tensor | None) -> Direction:
         """A direction that is handed out in parts: the owner decides for all ranks whether it is finite."""
-        team = self._team(work.matrix)
-        if team is not None and team.is_away(work.matrix):
+        distributor = self._distributor(update.matrix)
+        if distributor is not None and distributor.is_remote(update.matrix):
             assert isinstance(direction, Tensor)
             bad = ~norms_of([direction]).isfinite()
-            self._ledger.note("steps", (work.matrix.name,), bad)
+            self._faults.note("steps", (update.matrix.name,), bad)
             direction = direction.masked_fill(bad, 0)
         return direction, rows
 
-    def _take_up(self, works: Sequence[Work], gathering: Gathering, uncovered: list[ParameterMatrix]) -> None:
+    def _take_up(self, updates: Sequence[MatrixUpdate], collector: Collector, uncovered: list[ParameterMatrix]) -> None:
         """The refreshes of these matrices, from what was gathered for them."""
         tasks: list[Task] = []
-        for work in works:
-            matrix = work.matrix
-            gathered = gathering.take(matrix)
-            matrix.missed = gathered is None and self._captures(work.group) and not self._initialising
-            if self._captures(work.group) and (matrix.source == "batch" or gathered is None):
+        for update in updates:
+            matrix = update.matrix
+            gathered = collector.take(matrix)
+            matrix.missed = gathered is None and self._captures(update.group) and not self._initialising
+            if self._captures(update.group) and (matrix.source == "batch" or gathered is None):
                 uncovered.append(matrix)
                 gathered = None
-            tasks.append((work, gathered, Trouble(climb=self._ledger.needs_help(matrix.name))))
-        held = [dict(work.state) for work in works]
+            tasks.append((update, gathered, RefreshStatus(climb=self._faults.needs_help(matrix.name))))
+        held = [dict(update.state) for update in updates]
         self._refresh_all(tasks)
-        for (work, _, trouble), before in zip(tasks, held, strict=True):
-            if not trouble.later:
-                self._conclude(work, before, trouble)
+        for (update, _, status), before in zip(tasks, held, strict=True):
+            if not status.later:
+                self._conclude(update, before, status)
 
-    def _conclude(self, work: Work, held: State, trouble: Trouble) -> None:
+    def _conclude(self, update: MatrixUpdate, held: State, status: RefreshStatus) -> None:
         """After a refresh has brought new state: the last good one again where it failed, and the ledger."""
-        if trouble.unsolved is not None:
-            keep_last_good(work.state, held, trouble.unsolved)
-        for kind, flag in (("dropped", trouble.dropped), ("retried", trouble.retried), ("plain", trouble.plain)):
+        if status.unsolved is not None:
+            keep_last_good(update.state, held, status.unsolved)
+        for kind, flag in (("dropped", status.dropped), ("retried", status.retried), ("plain", status.plain)):
             if flag is not None:  # in a step that is skipped anyway, the gradients are the fault
                 fault = flag if self._skip is None else flag & ~self._skip.to(flag.device)
-                self._ledger.note(kind, (work.matrix.name,), fault[None])
+                self._faults.note(kind, (update.matrix.name,), fault[None])
 
     def _advance(self) -> None:
         """k <- k + 1, and the capture armed for the matrices that are due in the next step."""
         for group in self.param_groups:
             if not self._initialising:
                 group["step"] += 1
-        if self._gathering is not None:
-            self._gathering.forget()
+        if self._collector is not None:
+            self._collector.forget()
         self._arm()
-        if self._ledger.steps % FETCH_EVERY == 0:
-            self._ledger.fetch()
+        if self._faults.steps % FETCH_EVERY == 0:
+            self._faults.fetch()
 
     def health(self) -> Health:
         """What went wrong and was put right since the optimizer was made: steps skipped, refreshes dropped, layers.
@@ -322,7 +328,7 @@ class CapturedOptimizer(BoundOptimizer):
             >>> ngplus.NGPlus(nn.Linear(3, 2)).health().good
             True
         """
-        return self._ledger.health()
+        return self._faults.health()
 
     def _warn_uncovered(self, uncovered: list[ParameterMatrix]) -> None:
         """One warning, until the parameters are others, with the names of all that has no per-sample curvature."""
@@ -344,14 +350,14 @@ def is_zero(lr: float | Tensor) -> bool:
 
 
 def by_parameter(
-    work: Work, direction: Tensor | list[Product], rows: Tensor | None
+    update: MatrixUpdate, direction: Tensor | list[Product], rows: Tensor | None
 ) -> Mapping[nn.Parameter, Tensor | Product]:
     """A matrix's direction as those of its parameters."""
     if isinstance(direction, list):
-        return dict(zip(work.matrix.active_params, direction, strict=True))
+        return dict(zip(update.matrix.active_params, direction, strict=True))
     if rows is not None:
-        first = work.matrix.params[0]
+        first = update.matrix.params[0]
         values = direction[0].to(first.dtype).contiguous()
         return {first: torch.sparse_coo_tensor(rows, values, first.shape, is_coalesced=True, check_invariants=False)}
-    parts = zip(work.matrix.active_params, work.matrix.layout.split(direction), strict=True)
+    parts = zip(update.matrix.active_params, update.matrix.layout.split(direction), strict=True)
     return {param: part.to(param.dtype) for param, part in parts}

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from ngplus.capture.accumulator import Gathered
+from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.calls import BatchDims, SampleIndex
-from ngplus.capture.collector import Gathering
+from ngplus.capture.collector import Collector
 from ngplus.capture.matrices import ParameterMatrix, Use, collect, named
-from ngplus.diagnostics.health import Ledger
-from ngplus.distributed.collectives import DISTRIBUTIONS, Ranks, Replicas, Team
+from ngplus.diagnostics.health import FaultCounter
+from ngplus.distributed.collectives import DISTRIBUTIONS, Distributor, RankGroup, ReplicatedDistributor
 from ngplus.distributed.sharded import shards_of
 from ngplus.optimizers import checkpoints, options
 from ngplus.optimizers.param_groups import check_model, check_parameters, inside, labels, with_names
@@ -52,10 +52,10 @@ def next_refresh(group: Mapping[str, Any]) -> int:
     return early[-1] - (early[-1] - step) // every * every if later is None else later
 
 
-class BoundOptimizer(Optimizer):
+class MatrixOptimizer(Optimizer):
     """Parameters, options, matrices, teams and the capture of one optimizer, and the checkpoints of its state."""
 
-    _gathers: type[Gathered] = Gathered
+    _accumulator_type: type[Accumulator] = Accumulator
     _neutral: Mapping[str, Any] = {}  # values for the options of NG+ that a rival does not have
     _own_keys: tuple[str, ...] = ("momentum_buffer",)  # state that has the parameter's dtype; all else keeps its own
 
@@ -74,7 +74,7 @@ class BoundOptimizer(Optimizer):
         if sample_index is not None and not callable(sample_index):
             raise ValueError(f"Invalid sample_index: {sample_index!r} (a function of the model's inputs)")
         defaults = {**defaults, "step": 0, "state_version": checkpoints.VERSION}
-        self._check({**defaults, **self._settled(defaults)})
+        self._check({**defaults, **self._resolve_defaults(defaults)})
         self._option_names = tuple(defaults)
         if isinstance(params, nn.Module):
             if model is not None and model is not params:
@@ -87,14 +87,14 @@ class BoundOptimizer(Optimizer):
                 raise ValueError(f"The model {type(model).__name__} has no parameters: there is nothing to train")
         if model is not None:
             check_model(model)
-        self._ranks = Ranks.of(model, process_group)
+        self._ranks = RankGroup.of(model, process_group)
         # A compiled model's hooks would be compiled with it: watch the model inside, and run refresh steps eagerly.
         self._model = None if model is None else inside(model)
         self._compiled = model if hasattr(model, "_orig_mod") else None
         self._batch_dim: BatchDims = dict(batch_dim) if isinstance(batch_dim, Mapping) else batch_dim
         self._sample_index = sample_index
         self._matrices: list[ParameterMatrix] = []
-        self._gathering: Gathering | None = None
+        self._collector: Collector | None = None
         super().__init__(params, defaults)
         own = set() if self._model is None else set(self._model.parameters())
         if self._model is not None and own.isdisjoint(p for group in self.param_groups for p in group["params"]):
@@ -121,7 +121,7 @@ class BoundOptimizer(Optimizer):
     def _bound(self, uses: list[Use]) -> None:
         """After parameters have been bound to matrices."""
 
-    def _settled(self, group: Mapping[str, Any]) -> dict[str, Any]:
+    def _resolve_defaults(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Values for the options that a group leaves open."""
         return {}
 
@@ -136,9 +136,9 @@ class BoundOptimizer(Optimizer):
 
     def _watch(self) -> None:
         """Binds parameters to matrices and installs the capture; again whenever the parameters change."""
-        if self._gathering is not None:
-            self._gathering.remove()
-        self._ledger = self.__dict__.get("_ledger") or Ledger()
+        if self._collector is not None:
+            self._collector.remove()
+        self._faults = self.__dict__.get("_faults") or FaultCounter()
         self._warned = False
         in_model = named(self._model.named_parameters(remove_duplicate=False)) if self._model is not None else {}
         names: dict[nn.Parameter, str] = {}
@@ -151,16 +151,18 @@ class BoundOptimizer(Optimizer):
         self._matrices, uses = collect(self._model, {p: name for p, name in names.items() if p.numel() > 0})
         self._of_matrix = {id(matrix): self._of_param[matrix.params[0]] for matrix in self._matrices}
         # A matrix that has an owner keeps it: its curvature is there.
-        old: list[Team] = self.__dict__.get("_teams", [])
-        self._owners = {m.params[0]: team.owners[id(m)] for team in old for m in team.matrices}
-        self._teams: list[Team] = list(
+        old: list[Distributor] = self.__dict__.get("_distributors", [])
+        self._owners = {m.params[0]: distributor.owners[id(m)] for distributor in old for m in distributor.matrices}
+        self._distributors: list[Distributor] = list(
             shards_of(self._matrices, self._model, self._of_param, self._owners, self._ranks)
         )
-        self._team_of = {id(matrix): team for team in self._teams for matrix in team.matrices}
-        self._gathering = Gathering(self._matrices, self._of_param, self._gathers, self._arm_anew)
+        self._distributor_of = {
+            id(matrix): distributor for distributor in self._distributors for matrix in distributor.matrices
+        }
+        self._collector = Collector(self._matrices, self._of_param, self._accumulator_type, self._arm_anew)
         self._find_replicas()
         if self._model is not None and any(map(self._captures, self.param_groups)):
-            self._gathering.watch(self._model, uses, self._batch_dim, self._sample_index, self._compiled)
+            self._collector.watch(self._model, uses, self._batch_dim, self._sample_index, self._compiled)
         self._bound(uses)
         self._arm()
 
@@ -173,7 +175,7 @@ class BoundOptimizer(Optimizer):
                     "where it is for all groups"
                 )
             param_group = {**param_group, "step": 0}
-            param_group.update(self._settled({**self.defaults, **param_group}))
+            param_group.update(self._resolve_defaults({**self.defaults, **param_group}))
             merged = {**self.defaults, **param_group}
             self._check(merged)
             if self._captures(merged) and self._model is None:
@@ -194,28 +196,30 @@ class BoundOptimizer(Optimizer):
 
     def _find_replicas(self) -> None:
         """The team of the plain parameters; the model may be put into a DistributedDataParallel after the optimizer."""
-        assert self._gathering is not None
-        ranks = self._ranks or Ranks.of(self._gathering.wrapper, None)
-        if ranks is None or any(isinstance(team, Replicas) for team in self._teams):
+        assert self._collector is not None
+        ranks = self._ranks or RankGroup.of(self._collector.wrapper, None)
+        if ranks is None or any(isinstance(distributor, ReplicatedDistributor) for distributor in self._distributors):
             return
-        plain = [m for m in self._matrices if self._team(m) is None]
+        plain = [m for m in self._matrices if self._distributor(m) is None]
         if plain:
-            self._teams.append(Replicas(ranks, plain, self._of_param, self._distribution, self._owners))
-            self._team_of.update({id(matrix): self._teams[-1] for matrix in plain})
+            self._distributors.append(
+                ReplicatedDistributor(ranks, plain, self._of_param, self._distribution, self._owners)
+            )
+            self._distributor_of.update({id(matrix): self._distributors[-1] for matrix in plain})
             self._drop_what_others_keep()
 
     def _drop_what_others_keep(self) -> None:
         """State that its owner alone keeps up: in a checkpoint of this rank it would stand beside the owner's."""
-        for team in self._teams:
-            for matrix in team.matrices:
-                if not team.keeps(matrix) and matrix.params[0] in self.state:
+        for distributor in self._distributors:
+            for matrix in distributor.matrices:
+                if not distributor.keeps(matrix) and matrix.params[0] in self.state:
                     state = self.state[matrix.params[0]]
                     for key in [key for key in state if key not in OF_ALL_RANKS]:
                         del state[key]
 
-    def _team(self, matrix: ParameterMatrix) -> Team | None:
+    def _distributor(self, matrix: ParameterMatrix) -> Distributor | None:
         """The ranks that share the work on a matrix."""
-        return self._team_of.get(id(matrix))
+        return self._distributor_of.get(id(matrix))
 
     def _group(self, matrix: ParameterMatrix) -> Group:
         """A matrix goes by the options of its first parameter's group."""
@@ -223,7 +227,7 @@ class BoundOptimizer(Optimizer):
 
     @property
     def _many_ranks(self) -> bool:
-        return bool(self._teams)
+        return bool(self._distributors)
 
     def _find(self, which: str | nn.Parameter) -> ParameterMatrix:
         for matrix in self._matrices:
@@ -239,31 +243,31 @@ class BoundOptimizer(Optimizer):
 
     def _due(self, matrix: ParameterMatrix) -> bool:
         group = self._complete(self._group(matrix))
-        if not matrix.cut_of(group).stacks:  # no side is curved
+        if not matrix.partition_of(group).stacks:  # no side is curved
             return False
         return group["step"] == next_refresh(group) or not self._fitted(matrix)
 
     def _fitted(self, matrix: ParameterMatrix) -> bool:
         """Is there curvature that fits? Where it is with its owner alone, all ranks go by what they have noted."""
         # .get: a look must not make an entry, since an optimizer with no state is one that has not been initialised
-        held, team = self.state.get(matrix.params[0], {}), self._team(matrix)
-        if team is not None and team.is_away(matrix):
+        held, distributor = self.state.get(matrix.params[0], {}), self._distributor(matrix)
+        if distributor is not None and distributor.is_remote(matrix):
             return bool(held.get("refreshed") == self._measures(matrix))
         return self._fits(matrix, self._group(matrix), held)
 
     def _measures(self, matrix: ParameterMatrix) -> int:
         """What the curvature was last made for, as a number: torch's load_state_dict does not take strings."""
         group = self._complete(self._group(matrix))
-        cut = matrix.cut_of(group)
-        return zlib.crc32(f"{matrix.side(group['side'])} {cut} {matrix.dtype} {group['scaling']}".encode())
+        partition = matrix.partition_of(group)
+        return zlib.crc32(f"{matrix.side(group['side'])} {partition} {matrix.dtype} {group['scaling']}".encode())
 
     def _arm(self) -> None:
         self._armed_by = self._arming_options()
         for matrix in self._matrices:
             matrix.armed = self._captures(self._group(matrix)) and matrix.source != "batch" and self._due(matrix)
             matrix.known = self._sums(self._group(matrix)) and "refreshed" in self.state.get(matrix.params[0], {})
-        if self._gathering is not None:
-            self._gathering.note_armed()
+        if self._collector is not None:
+            self._collector.note_armed()
 
     def _arm_anew(self, changed: bool) -> None:
         """Before a pass: a matrix, or an option that makes a refresh due, may have been changed since the last step."""
@@ -275,8 +279,8 @@ class BoundOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim; what a backward pass without a step has gathered is dropped with its gradients."""
-        if self._gathering is not None:
-            self._gathering.drop()
+        if self._collector is not None:
+            self._collector.drop()
         super().zero_grad(set_to_none)
 
     # ---------------------------------------------------------------------------------------------- state
@@ -311,24 +315,24 @@ class BoundOptimizer(Optimizer):
             group.update({key: loaded[key] for key in self._option_names})
         self._of_param.update({param: group for group in self.param_groups for param in group["params"]})
         self._of_matrix = {id(matrix): self._of_param[matrix.params[0]] for matrix in self._matrices}
-        for team in self._teams:
-            for matrix in filter(team.owns, team.matrices):
+        for distributor in self._distributors:
+            for matrix in filter(distributor.owns, distributor.matrices):
                 held = self.state.get(matrix.params[0], {})
                 made = held.get("refreshed") == self._measures(matrix)  # else it is due for a refresh anyway
-                if team.is_away(matrix) and made and not self._fits(matrix, self._group(matrix), held):
+                if distributor.is_remote(matrix) and made and not self._fits(matrix, self._group(matrix), held):
                     raise RuntimeError(
                         f"The curvature of {matrix.name!r} is not in the state that was loaded. Where each rank keeps "
                         "its share, save with torch.distributed.checkpoint, or each rank's state in a file of its own"
                     )
         self._drop_what_others_keep()
-        if self._gathering is not None:
-            self._gathering.forget()
+        if self._collector is not None:
+            self._collector.forget()
         self._arm()
 
     def _loaded(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a saved group; those that are newer than its checkpoint get a value."""
         merged = {**self.defaults, **checkpoints.renewed(group)}
-        return {**merged, **self._settled(merged)}
+        return {**merged, **self._resolve_defaults(merged)}
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_model", "_batch_dim", "_sample_index", "_option_names", "_distribution")
@@ -337,5 +341,5 @@ class BoundOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_matrices" not in self.__dict__:  # a copy, and not Optimizer.load_state_dict
-            self._gathering = None
+            self._collector = None
             self._watch()

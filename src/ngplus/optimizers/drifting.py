@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ngplus.capture.matrices import ParameterMatrix
-from ngplus.distributed.collectives import Team
+from ngplus.distributed.collectives import Distributor
 from ngplus.preconditioners import sharing
 from ngplus.utils.typing import Group, State
 
@@ -25,15 +25,19 @@ class Drifting:
         """What ``curvature.drift`` has found; nobody waits for the number before the step is done."""
         self._moved[id(matrix)] = moved
 
-    def schedule(self, due: Sequence[tuple[ParameterMatrix, Group, State | None]], teams: Sequence[Team]) -> None:
+    def schedule(
+        self, due: Sequence[tuple[ParameterMatrix, Group, State | None]], distributors: Sequence[Distributor]
+    ) -> None:
         """The matrices that were due: one whose curvature moved less (or more) than ``drift`` since its last refresh
         waits up to twice as long (or half as long) for the next one; never less than T steps, never more than 16 T."""
         moved = [id(matrix) for matrix, _, _ in due if id(matrix) in self._moved]
         values = torch.stack([self._moved[key] for key in moved]).tolist() if moved else []
         by_matrix = dict(zip(moved, values, strict=True))
-        for team in teams:  # what only the owner knows
-            own = {id(matrix) for matrix in team.matrices}
-            sharing.tell_all(team, [m for m, _, _ in due if id(m) in own and team.is_away(m)], by_matrix)
+        for distributor in distributors:  # what only the owner knows
+            own = {id(matrix) for matrix in distributor.matrices}
+            sharing.tell_all(
+                distributor, [m for m, _, _ in due if id(m) in own and distributor.is_remote(m)], by_matrix
+            )
         for matrix, group, state in due:
             if not state:
                 continue

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ngplus.capture.matrices import ParameterMatrix
-from ngplus.distributed.collectives import Team
+from ngplus.distributed.collectives import Distributor
 from ngplus.utils.dtensor import local
 from ngplus.utils.finite import norms_of
 
@@ -32,7 +32,7 @@ def gradient_parts(
                 "parameter group with weight_decay=0"
             )
         first = first.coalesce()
-        one_sided = len(matrix.cut_of(group).sides("right")) == 1
+        one_sided = len(matrix.partition_of(group).sides("right")) == 1
         if len(grads) == 1 and one_sided and matrix.side(group["side"]) == "right" and matrix.kinds[0] == "rows":
             rows = first.indices()
         grads[0] = first.values().flatten(1) if rows is not None else first.to_dense()
@@ -55,22 +55,22 @@ def gradient_norms(matrices: Iterable[ParameterMatrix]) -> tuple[list[str], Tens
     return [name for name, _ in grads], norms_of([local(grad) for _, grad in grads])
 
 
-def agree(team: Team) -> tuple[list[ParameterMatrix], list[str], Tensor]:
+def agree(distributor: Distributor) -> tuple[list[ParameterMatrix], list[str], Tensor]:
     """The matrices of a team for which any rank has a gradient, and the names and norms, the same on all ranks.
 
     What one rank has to skip all skip, so that none waits for it.
     """
-    rows = [(name, p) for m in team.matrices for name, p in zip(m.names, m.params, strict=True)]
+    rows = [(name, p) for m in distributor.matrices for name, p in zip(m.names, m.params, strict=True)]
     table = torch.zeros(len(rows), 2, dtype=torch.float64)
     present = [(i, local(p.grad)) for i, (_, p) in enumerate(rows) if p.grad is not None]
     if present:
         norms = norms_of([grad for _, grad in present]).double().cpu()
         table[[i for i, _ in present]] = torch.stack((norms, torch.ones_like(norms)), dim=1)
     shared = table.to(rows[0][1].device)
-    team.agree(shared)
+    distributor.agree(shared)
     norms, counts = shared.cpu().unbind(1)
     seen = {p for (_, p), count in zip(rows, counts.tolist(), strict=True) if count}
-    return [m for m in team.matrices if any(p in seen for p in m.params)], [name for name, _ in rows], norms
+    return [m for m in distributor.matrices if any(p in seen for p in m.params)], [name for name, _ in rows], norms
 
 
 def captured_scale() -> Tensor | float:

@@ -12,30 +12,30 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from ngplus.capture.accumulator import Gathered
+from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.calls import BatchDims, SampleIndex
-from ngplus.capture.collector import Gathering, seed_of
+from ngplus.capture.collector import Collector, seed_of
 from ngplus.capture.matrices import ParameterMatrix, Use
 from ngplus.diagnostics.plan import Plan, plan_of
-from ngplus.distributed.collectives import Replicas, Team
+from ngplus.distributed.collectives import Distributor, ReplicatedDistributor
 from ngplus.fisher.inverses import SMALL, Product
 from ngplus.optimizers import options
 from ngplus.optimizers.background import Background
-from ngplus.optimizers.base import CapturedOptimizer, Direction, Directions, Task, Work, is_zero
+from ngplus.optimizers.base import BaseOptimizer, Direction, Directions, MatrixUpdate, Task, is_zero
 from ngplus.optimizers.binding import next_refresh
 from ngplus.optimizers.drifting import Drifting
 from ngplus.optimizers.gradients import captured_scale
-from ngplus.optimizers.step_cache import Share, Steady
+from ngplus.optimizers.step_cache import Share, StepCache
 from ngplus.optimizers.update import graft_length, with_length
 from ngplus.preconditioners import curvature as curvatures
 from ngplus.preconditioners import eigenbasis, sharing
-from ngplus.preconditioners.curvature import Curvature, Fresh, Solved
-from ngplus.utils.finite import Trouble, look
+from ngplus.preconditioners.curvature import Curvature, CurvatureEstimate, Solved
+from ngplus.utils.finite import RefreshStatus, read_if_on_host
 from ngplus.utils.typing import Group, State
 from ngplus.utils.warnings import warn
 
 
-class NGPlus(CapturedOptimizer):
+class NGPlus(BaseOptimizer):
     """NG+, natural gradient in matrix form, for any PyTorch model.
 
     With per-sample gradients G_i of a parameter matrix W (m x n), every ``update_every`` steps
@@ -202,19 +202,19 @@ class NGPlus(CapturedOptimizer):
         if idle := options.without_effect(defaults, {name: signature[name].default for name in defaults}):
             warn(idle)
 
-    def _settled(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return options.settled(group)
+    def _resolve_defaults(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return options.resolve_defaults(group)
 
     def _captures(self, group: Mapping[str, Any]) -> bool:
         return bool(group["curvature"] != "batch")
 
     def _bound(self, uses: list[Use]) -> None:
-        self._held: dict[int, Fresh] = {}  # L of this step's refresh, for curvature() until the next step
+        self._held: dict[int, CurvatureEstimate] = {}  # L of this step's refresh, for curvature() until the next step
         self._drifting = Drifting()
         self._background = Background()
-        self._troubles: dict[int, Trouble] = {}  # what the background's refreshes meet
+        self._statuses: dict[int, RefreshStatus] = {}  # what the background's refreshes meet
         self._shares: list[Share] | None = None  # of the last step, where the next may be like it
-        self._steady: Steady | None = None
+        self._step_cache: StepCache | None = None
 
     def _begin(self) -> None:
         self._held.clear()
@@ -225,123 +225,129 @@ class NGPlus(CapturedOptimizer):
                 curvatures.clear(state, "refreshed", "refresh_interval", "refresh_at")
 
     def _curved(self, matrix: ParameterMatrix) -> bool:
-        return bool(matrix.cut_of(self._group(matrix)).stacks)
+        return bool(matrix.partition_of(self._group(matrix)).stacks)
 
-    def _observe(self, work: Work) -> None:
+    def _observe(self, update: MatrixUpdate) -> None:
         if self._background.busy:
-            self._take_up_solved(work, self._delay(work))
-        if work.group["curvature"] == "batch" and self._curved(work.matrix):
-            fresh = curvatures.mini_batch(work.matrix, work.gradient, work.group, seed_of(work.group))
-            curvatures.online(work.state, fresh, work.group)
+            self._take_up_solved(update, self._delay(update))
+        if update.group["curvature"] == "batch" and self._curved(update.matrix):
+            estimate = curvatures.mini_batch(update.matrix, update.gradient, update.group, seed_of(update.group))
+            curvatures.online(update.state, estimate, update.group)
 
     def _sums(self, group: Mapping[str, Any]) -> bool:
         return group["samples"] is None and group["sketch"] is None
 
-    def _refreshed_together(self, works: Sequence[Work]) -> list[list[Work]]:
+    def _refreshed_together(self, updates: Sequence[MatrixUpdate]) -> list[list[MatrixUpdate]]:
         """Small matrices in one list; not on many ranks, where each has other ones, and a stack may round otherwise."""
         small = [
-            work
-            for work in works
-            if work.group["scaling"] == "adaptive"
-            and not self._teams
-            and all(size <= SMALL for _, size in work.matrix.cut_of(work.group).shapes)
+            update
+            for update in updates
+            if update.group["scaling"] == "adaptive"
+            and not self._distributors
+            and all(size <= SMALL for _, size in update.matrix.partition_of(update.group).shapes)
         ]
-        alone = {id(work) for work in works} - {id(work) for work in small}
-        return ([small] if small else []) + [[work] for work in works if id(work) in alone]
+        alone = {id(update) for update in updates} - {id(update) for update in small}
+        return ([small] if small else []) + [[update] for update in updates if id(update) in alone]
 
     def _refresh_all(self, tasks: Sequence[Task]) -> None:
         """L or R and its inverse, or its eigenbasis."""
-        at_once: list[tuple[Work, Fresh, Trouble]] = []
-        for work, gathered, trouble in tasks:
-            matrix, group, state = work.matrix, work.group, work.state
-            fresh = self._fresh(work, gathered, trouble)
-            if fresh is None:
+        at_once: list[tuple[MatrixUpdate, CurvatureEstimate, RefreshStatus]] = []
+        for update, gathered, status in tasks:
+            matrix, group, state = update.matrix, update.group, update.state
+            estimate = self._fresh(update, gathered, status)
+            if estimate is None:
                 continue
             fits = self._fits(matrix, group, state)
             if group["drift"] is not None and fits:
-                self._drifting.note(matrix, curvatures.drift(state, fresh, group))
+                self._drifting.note(matrix, curvatures.drift(state, estimate, group))
             if group["background"] is not False and fits:
-                trouble.later = True
-                job = partial(curvatures.solved, fresh, dict(group), seed_of(group), trouble)
+                status.later = True
+                job = partial(curvatures.solved, estimate, dict(group), seed_of(group), status)
                 self._background.start(id(matrix), group["step"], matrix.params[0].device, job)
-                self._troubles[id(matrix)] = trouble
+                self._statuses[id(matrix)] = status
             else:
-                at_once.append((work, fresh, trouble))
-        bases = curvatures.eigenbases([(f, t) for work, f, t in at_once if work.group["scaling"] == "adaptive"])
-        for work, fresh, trouble in at_once:
-            if work.group["scaling"] == "adaptive":
+                at_once.append((update, estimate, status))
+        bases = curvatures.eigenbases([(f, t) for update, f, t in at_once if update.group["scaling"] == "adaptive"])
+        for update, estimate, status in at_once:
+            if update.group["scaling"] == "adaptive":
                 new = next(bases)
             else:
-                new = curvatures.solved(fresh, work.group, seed_of(work.group), trouble)
-            self._install(work.state, new, work.group)
+                new = curvatures.solved(estimate, update.group, seed_of(update.group), status)
+            self._install(update.state, new, update.group)
 
-    def _fresh(self, work: Work, gathered: Gathered | None, trouble: Trouble) -> Fresh | None:
+    def _fresh(
+        self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus
+    ) -> CurvatureEstimate | None:
         """The curvature to be inverted; None where it is not finite and the last one stays in use."""
-        matrix, group, state = work.matrix, work.group, work.state
+        matrix, group, state = update.matrix, update.group, update.state
         if group["curvature"] == "batch":
             stacks = curvatures.read(state, "curvature")
             assert stacks is not None
-            return Fresh(stacks)
+            return CurvatureEstimate(stacks)
         if gathered is None:
-            fresh = curvatures.mini_batch(matrix, work.gradient, group, seed_of(group))
-            if self._team(matrix) is not None:  # as from samples, where ranks add up L: a checkpoint has one form
-                fresh = Fresh(fresh.dense())
+            estimate = curvatures.mini_batch(matrix, update.gradient, group, seed_of(group))
+            if (
+                self._distributor(matrix) is not None
+            ):  # as from samples, where ranks add up L: a checkpoint has one form
+                estimate = CurvatureEstimate(estimate.dense())
         else:
-            fresh = curvatures.per_sample(gathered, group, matrix.cut_of(group), captured_scale())
-        bad = ~fresh.finite()
-        dropped = trouble.looks(bad)
+            estimate = curvatures.per_sample(gathered, group, matrix.partition_of(group), captured_scale())
+        bad = ~estimate.finite()
+        dropped = status.looks(bad)
         if dropped is not False:
-            trouble.add("dropped", bad)
+            status.add("dropped", bad)
             if dropped and self._fits(matrix, group, state):
                 return None
-            fresh = fresh.zero_where(bad)
+            estimate = estimate.zero_where(bad)
             if dropped:
-                return fresh
+                return estimate
         if group["curvature"] == "momentum":
-            return curvatures.average(state, fresh, group)
-        self._held[id(matrix)] = fresh
-        return fresh
+            return curvatures.average(state, estimate, group)
+        self._held[id(matrix)] = estimate
+        return estimate
 
-    def _share(self, team: Team, fresh: list[ParameterMatrix], gathering: Gathering, due: set[int]) -> None:
+    def _share(
+        self, distributor: Distributor, estimate: list[ParameterMatrix], collector: Collector, due: set[int]
+    ) -> None:
         """Of a matrix that every rank keeps, the owner finds the inverse or the eigenbasis, and all get it."""
-        if not isinstance(team, Replicas):
+        if not isinstance(distributor, ReplicatedDistributor):
             return
-        shared = [matrix for matrix in fresh if team.shares(matrix)]
+        shared = [matrix for matrix in estimate if distributor.shares(matrix)]
         solved: list[Solved | None] = []
         for matrix in shared:
             due.discard(id(matrix))
             for param in matrix.params:
                 self.state.setdefault(param, {})
-            work = Work(matrix, self._group(matrix), self.state[matrix.params[0]], [])
-            work.state["refreshed"] = self._measures(matrix)
+            update = MatrixUpdate(matrix, self._group(matrix), self.state[matrix.params[0]], [])
+            update.state["refreshed"] = self._measures(matrix)
             # Where all ranks keep the moving average, all have the sums; else the owner has.
-            gathered = gathering.take(matrix)
+            gathered = collector.take(matrix)
             known = gathered is not None and gathered.total is not None
-            trouble = Trouble(climb=True)  # what is sent is waited for anyway
-            latest = self._fresh(work, gathered, trouble) if known else None
-            seed, owned = seed_of(work.group), team.owns(matrix)
-            solved.append(sharing.solved(latest, work.state, work.group, seed, trouble) if owned else None)
-            self._conclude(work, work.state, trouble)
-        for matrix, new in zip(shared, sharing.send(team, shared, self._of_param, solved), strict=True):
+            status = RefreshStatus(climb=True)  # what is sent is waited for anyway
+            latest = self._fresh(update, gathered, status) if known else None
+            seed, owned = seed_of(update.group), distributor.owns(matrix)
+            solved.append(sharing.solved(latest, update.state, update.group, seed, status) if owned else None)
+            self._conclude(update, update.state, status)
+        for matrix, new in zip(shared, sharing.send(distributor, shared, self._of_param, solved), strict=True):
             state = self.state[matrix.params[0]]
             if not sharing.unchanged(state, new):
                 self._install(state, new, self._group(matrix))
 
-    def _take_up_solved(self, work: Work, delay: int | None) -> None:
+    def _take_up_solved(self, update: MatrixUpdate, delay: int | None) -> None:
         """What the background has solved for this matrix, so many steps after it began, or where it is there."""
-        new = self._background.take(id(work.matrix), work.group["step"], delay)
+        new = self._background.take(id(update.matrix), update.group["step"], delay)
         if new is None:
             return
-        held, trouble = dict(work.state), self._troubles.pop(id(work.matrix))
-        if self._curved(work.matrix):  # it may be so no more
-            self._install(work.state, new, work.group)
-            self._conclude(work, held, trouble)
+        held, status = dict(update.state), self._statuses.pop(id(update.matrix))
+        if self._curved(update.matrix):  # it may be so no more
+            self._install(update.state, new, update.group)
+            self._conclude(update, held, status)
 
-    def _delay(self, work: Work) -> int | None:
-        if self._due(work.matrix):
+    def _delay(self, update: MatrixUpdate) -> int | None:
+        if self._due(update.matrix):
             return 0  # the next refresh has come: what the last one brought is waited for
-        if work.group["background"] is not True:
-            return int(work.group["background"])
+        if update.group["background"] is not True:
+            return int(update.group["background"])
         return 1 if self._many_ranks else None  # ranks are not ready at the same moment, but take it up in one step
 
     def _install(self, state: State, new: Solved, group: Group) -> None:
@@ -366,7 +372,7 @@ class NGPlus(CapturedOptimizer):
     def _advance(self) -> None:
         if any(group["drift"] is not None for group in self.param_groups):
             due = [m for m in self._matrices if self._group(m)["drift"] is not None and self._due(m)]
-            self._drifting.schedule([(m, self._group(m), self.state.get(m.params[0])) for m in due], self._teams)
+            self._drifting.schedule([(m, self._group(m), self.state.get(m.params[0])) for m in due], self._distributors)
         super()._advance()
 
     def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
@@ -374,94 +380,106 @@ class NGPlus(CapturedOptimizer):
         held = next((stacks for key in keys if (stacks := curvatures.read(state, key)) is not None), None)
         return (
             held is not None
-            and [x.shape[:2] for x in held] == matrix.cut_of(group).shapes
+            and [x.shape[:2] for x in held] == matrix.partition_of(group).shapes
             and held[0].dtype == matrix.dtype
             and held[0].device == matrix.params[0].device
         )
 
-    def _precondition(self, works: Sequence[Work]) -> list[Direction]:
+    def _precondition(self, updates: Sequence[MatrixUpdate]) -> list[Direction]:
         """(lambda I + L)^-1 G or G (lambda I + R)^-1, or Adam's step in the eigenbasis, [groups, m, n]."""
         directions: dict[int, Tensor | list[Product]] = {}
         together: dict[int, list[int]] = {}
         shares: list[Share] = []
-        for i, work in enumerate(works):
-            if work.group["scaling"] == "inverse":
-                products = self._products(work)
+        for i, update in enumerate(updates):
+            if update.group["scaling"] == "inverse":
+                products = self._products(update)
                 if products is None:
-                    stacks = curvatures.apply(work.state, work.stacks(), work.group)
-                directions[i] = self._grafted(work, work.merged(stacks)) if products is None else products
-            elif work.rows is not None:
-                stacks = eigenbasis.sparse_steps(work.state, work.stacks(), work.group)
-                directions[i] = self._grafted(work, work.merged(stacks))
+                    stacks = curvatures.apply(update.state, update.stacks(), update.group)
+                directions[i] = self._grafted(update, update.merged(stacks)) if products is None else products
+            elif update.rows is not None:
+                stacks = eigenbasis.sparse_steps(update.state, update.stacks(), update.group)
+                directions[i] = self._grafted(update, update.merged(stacks))
             else:
-                together.setdefault(id(work.group), []).append(i)
+                together.setdefault(id(update.group), []).append(i)
         for own in together.values():
-            group = works[own[0]].group
-            steps = eigenbasis.Steps([(works[i].state, works[i].stacks()) for i in own], group)
+            group = updates[own[0]].group
+            steps = eigenbasis.Steps([(updates[i].state, updates[i].stacks()) for i in own], group)
             made = steps.spread(steps.step(steps.gradients(), group))
-            shares.append(Share(group, [works[i] for i in own], steps))
+            shares.append(Share(group, [updates[i] for i in own], steps))
             for i, stacks in zip(own, made, strict=True):
-                directions[i] = self._grafted(works[i], works[i].merged(stacks))
+                directions[i] = self._grafted(updates[i], updates[i].merged(stacks))
         self._shares = (
-            shares if sum(len(share.works) for share in shares) == len(works) and Steady.fits(works) else None
+            shares if sum(len(share.updates) for share in shares) == len(updates) and StepCache.fits(updates) else None
         )
-        return [(directions[i], work.rows) for i, work in enumerate(works)]
+        return [(directions[i], update.rows) for i, update in enumerate(updates)]
 
     def _repeated(self) -> tuple[Directions, Tensor] | None:
-        steady, self._steady = self._steady, None
+        step_cache, self._step_cache = self._step_cache, None
         self._find_replicas()
-        if steady is None or self._teams or torch.compiler.is_compiling() or not steady.holds(self.state):
+        if (
+            step_cache is None
+            or self._distributors
+            or torch.compiler.is_compiling()
+            or not step_cache.holds(self.state)
+        ):
             return None
         if any(is_zero(group["lr"]) for group in self.param_groups):  # as where the state is to be initialised
             return None
         for group in self.param_groups:
             self._check(group)
-        if not look(steady.take_gradients()):
+        if not read_if_on_host(step_cache.take_gradients()):
             return None
         self._held.clear()
         self._skip, self._initialising = None, False
-        self._ledger.steps += 1
-        directions = steady.directions()
-        self._steady = steady
-        return directions, steady.length(directions)
+        self._faults.steps += 1
+        directions = step_cache.directions()
+        self._step_cache = step_cache
+        return directions, step_cache.length(directions)
 
     def _remember(self, again: bool) -> None:
         shares, self._shares = self._shares, None
-        if self._steady is not None or shares is None or not again or self._skip is not None or self._initialising:
+        if self._step_cache is not None or shares is None or not again or self._skip is not None or self._initialising:
             return
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or self._background.busy:
             return
         plain = all(g["curvature"] != "batch" and g["drift"] is None and g["step"] > 1 for g in self.param_groups)
         if plain and not any(map(self._due, self._matrices)):
             until = [next_refresh(group) for group in self.param_groups]
-            self._steady = Steady.of(shares, self.param_groups, until, self._option_names, list(self._names))
+            self._step_cache = StepCache.of(shares, self.param_groups, until, self._option_names, list(self._names))
 
     def _arm(self) -> None:
-        if self._steady is not None and self._steady.goes_on:
+        if self._step_cache is not None and self._step_cache.goes_on:
             self._armed_by = self._arming_options()  # nothing is due
         else:
             super()._arm()
 
     def _arm_anew(self, changed: bool) -> None:
         if changed or self._arming_options() != self._armed_by:
-            self._steady = None
+            self._step_cache = None
         super()._arm_anew(changed)
 
-    def _products(self, work: Work) -> list[Product] | None:
+    def _products(self, update: MatrixUpdate) -> list[Product] | None:
         """The directions of the parameters as products that the update works out, where that is all there is to do."""
-        matrix, group = work.matrix, work.group
-        cut, team = matrix.cut_of(group), self._team(matrix)
-        if not matrix.straight or cut.size != cut.d or work.rows is not None or group["graft"] is not None:
+        matrix, group = update.matrix, update.group
+        partition, distributor = matrix.partition_of(group), self._distributor(matrix)
+        if (
+            not matrix.straight
+            or partition.size != partition.d
+            or update.rows is not None
+            or group["graft"] is not None
+        ):
             return None
-        if team is not None and team.is_away(matrix):
+        if distributor is not None and distributor.is_remote(matrix):
             return None
-        return curvatures.direction_products(work.state, work.parts, matrix.side(group["side"]), group)
+        return curvatures.direction_products(update.state, update.parts, matrix.side(group["side"]), group)
 
-    def _grafted(self, work: Work, direction: Tensor) -> Tensor:
+    def _grafted(self, update: MatrixUpdate, direction: Tensor) -> Tensor:
         """At the step length of another method where one is grafted on."""
-        if work.group["graft"] is None:
+        if update.group["graft"] is None:
             return direction
-        return with_length(direction, graft_length(work.state, work.gradient, work.group, work.rows is not None))
+        return with_length(
+            direction, graft_length(update.state, update.gradient, update.group, update.rows is not None)
+        )
 
     def _initialised(self, group: Group, state: State) -> None:
         curvatures.add_placeholders(state, group)
@@ -480,7 +498,7 @@ class NGPlus(CapturedOptimizer):
             ((2, 5), 'both')
         """
         self._find_replicas()
-        entries = [(m, self._group(m), self.state.get(m.params[0], {}), self._team(m)) for m in self._matrices]
+        entries = [(m, self._group(m), self.state.get(m.params[0], {}), self._distributor(m)) for m in self._matrices]
         return plan_of(entries, batch_size, positions)
 
     def curvature(self, which: str | nn.Parameter) -> Curvature:
@@ -502,13 +520,13 @@ class NGPlus(CapturedOptimizer):
             ('left', (2, 2))
         """
         matrix = self._find(which)
-        group, team = self._group(matrix), self._team(matrix)
-        if team is not None and not team.keeps(matrix):
+        group, distributor = self._group(matrix), self._distributor(matrix)
+        if distributor is not None and not distributor.keeps(matrix):
             raise RuntimeError(
-                f"The curvature of {matrix.name!r} is with its owner, number {team.owners[id(matrix)]} of the ranks "
-                "that share the work on it: ask there"
+                f"The curvature of {matrix.name!r} is with its owner, number {distributor.owners[id(matrix)]} of the "
+                "ranks that share the work on it: ask there"
             )
-        if not matrix.cut_of(group).stacks:
+        if not matrix.partition_of(group).stacks:
             raise RuntimeError(
                 f"{matrix.name!r} has no curvature of its own: side='auto' leaves vectors, and tables that are only "
                 "looked up, to plain Adam. side='both' or 'smaller' gives it one"
@@ -529,7 +547,7 @@ class NGPlus(CapturedOptimizer):
     def _finish_background(self) -> None:
         for matrix in self._matrices if self._background.busy else ():
             if matrix.params[0] in self.state:
-                self._take_up_solved(Work(matrix, self._group(matrix), self.state[matrix.params[0]], []), 0)
+                self._take_up_solved(MatrixUpdate(matrix, self._group(matrix), self.state[matrix.params[0]], []), 0)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, too, takes up what the background is still at."""
@@ -538,8 +556,8 @@ class NGPlus(CapturedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch.optim, but curvature keeps its own precision whatever the parameters' dtype."""
-        self._shares = self._steady = None
+        self._shares = self._step_cache = None
         super().load_state_dict(state_dict)
         self._held.clear()
         self._background.drop()
-        self._troubles.clear()
+        self._statuses.clear()

@@ -22,12 +22,12 @@ CHOICES = {
 }
 
 
-def settled(options: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     """What stands for the options that were left open, by the scaling and by one another.
 
     "inverse" is the paper's: L of the last refresh, refreshes T steps apart. "adaptive" is the best of
     docs/ablations.md: a moving average of L and R, early refreshes, Nesterov's look ahead. ``side="auto"`` stays open,
-    and goes by the scaling, too (:meth:`ngplus.capture.matrices.ParameterMatrix.cut_of`).
+    and goes by the scaling, too (:meth:`ngplus.capture.matrices.ParameterMatrix.partition_of`).
     """
     adaptive = options["scaling"] == "adaptive"
     curvature = options["curvature"]
@@ -109,7 +109,7 @@ def check(options: Mapping[str, Any]) -> None:
 def without_effect(given: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
     """In words, the options that differ from the usual ones and change nothing beside the others; empty for none."""
     adaptive = given["scaling"] == "adaptive"
-    curvature = {**given, **settled(given)}["curvature"]
+    curvature = {**given, **resolve_defaults(given)}["curvature"]
     idle: set[str] = set()
     if curvature != "batch":
         idle |= {"gamma"} | ({"damping", "damping_mode"} if adaptive else set())

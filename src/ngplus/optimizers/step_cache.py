@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngplus.optimizers.base import Directions, Work, by_parameter
+from ngplus.optimizers.base import Directions, MatrixUpdate, by_parameter
 from ngplus.optimizers.gradients import gradient_parts
-from ngplus.preconditioners.buckets import Bundle
+from ngplus.preconditioners.buckets import Bucket
 from ngplus.preconditioners.eigenbasis import Steps
 from ngplus.utils.finite import SEEN, norms_of
 from ngplus.utils.typing import Group, State
@@ -31,11 +31,11 @@ VARYING = ("lr", "weight_decay", "momentum", "beta2", "step")  # options that ar
 class Share:
     """The matrices that go by one group's options, and what the last step has made ready for them."""
 
-    def __init__(self, group: Group, works: Sequence[Work], steps: Steps) -> None:
-        self.group, self.works, self.steps = group, works, steps
+    def __init__(self, group: Group, updates: Sequence[MatrixUpdate], steps: Steps) -> None:
+        self.group, self.updates, self.steps = group, updates, steps
 
 
-class Steady:
+class StepCache:
     """What stands from one step to the next, as long as ``holds`` says so and no refresh is due.
 
     ``groups`` are all of the optimizer, with the step of the next refresh of each and the names of their options;
@@ -54,17 +54,17 @@ class Steady:
         self._names = [name for name in options if name not in VARYING]
         self._options = [[group[name] for name in self._names] for group in groups]
         self._step = [group["step"] for group in groups]
-        works = [work for share in shares for work in share.works]
-        self.params = [p for work in works for p in work.matrix.active_params]
+        updates = [update for share in shares for update in share.updates]
+        self.params = [p for update in updates for p in update.matrix.active_params]
         self._forms = [(*_form(p, p)[:-1], True) for p in self.params]
         moving = set(self.params)
         self.idle = [p for p in params if p not in moving]
-        self._states = [(work.matrix.params[0], work.state) for work in works]
+        self._states = [(update.matrix.params[0], update.state) for update in updates]
         self._shares = [
-            Share(s.group, [Work(w.matrix, w.group, w.state, []) for w in s.works], s.steps) for s in shares
+            Share(s.group, [MatrixUpdate(w.matrix, w.group, w.state, []) for w in s.updates], s.steps) for s in shares
         ]
         self._slots = [
-            [_Slot.of(bundle, [share.works[i] for i in bundle.places]) for bundle in share.steps.bundles]
+            [_Slot.of(bucket, [share.updates[i] for i in bucket.places]) for bucket in share.steps.buckets]
             for share in self._shares
         ]
         own = [slot for slots in self._slots for slot in slots if slot is not None]
@@ -75,35 +75,35 @@ class Steady:
         self._large = [p for p in self.params if p not in copied]
         self._gradients, self._steps_memory = [slot.gradients for slot in own], [slot.steps for slot in own]
         self._views = dict(zip(self._small, [view for slot in own for view in slot.outputs], strict=True))
-        bundles = [bundle for share in shares for bundle in share.steps.bundles]
+        buckets = [bucket for share in shares for bucket in share.steps.buckets]
         self._kept: list[tuple[State, str, Tensor, bool]] = [
-            (state, key, state[key], bool(bundle.own))
-            for bundle in bundles
-            for state in bundle.states
-            for key in bundle.keys
+            (state, key, state[key], bool(bucket.own))
+            for bucket in buckets
+            for state in bucket.states
+            for key in bucket.keys
         ]
-        for bundle in bundles:
-            bundle.let_go()
+        for bucket in buckets:
+            bucket.let_go()
         self._note_versions()
 
     @classmethod
-    def of(cls, shares: Sequence[Share], *rest: Any) -> Steady | None:
+    def of(cls, shares: Sequence[Share], *rest: Any) -> StepCache | None:
         """None where the next step could not be taken this way."""
-        steady = cls(shares, *rest)
-        held = [tensor for _, _, tensor, _ in steady._kept]
-        idle = all(p.grad is None for p in steady.idle)
-        return steady if idle and not any(tensor.is_inference() for tensor in held) else None
+        step_cache = cls(shares, *rest)
+        held = [tensor for _, _, tensor, _ in step_cache._kept]
+        idle = all(p.grad is None for p in step_cache.idle)
+        return step_cache if idle and not any(tensor.is_inference() for tensor in held) else None
 
     @staticmethod
-    def fits(works: Sequence[Work]) -> bool:
+    def fits(updates: Sequence[MatrixUpdate]) -> bool:
         """Can the steps of these matrices be taken this way?"""
         return all(
-            work.rows is None
-            and work.group["graft"] is None
-            and not work.group["maximize"]
-            and work.matrix.params[0].device.type in SEEN
-            and all(type(p.grad) is Tensor and p.dtype == work.matrix.dtype for p in work.matrix.active_params)
-            for work in works
+            update.rows is None
+            and update.group["graft"] is None
+            and not update.group["maximize"]
+            and update.matrix.params[0].device.type in SEEN
+            and all(type(p.grad) is Tensor and p.dtype == update.matrix.dtype for p in update.matrix.active_params)
+            for update in updates
         )
 
     def holds(self, states: Mapping[Tensor, State]) -> bool:
@@ -144,19 +144,19 @@ class Steady:
         small: list[Tensor] = []
         for share, slots in zip(self._shares, self._slots, strict=True):
             gradients: list[Tensor] = []
-            large: dict[int, Work] = {}
-            for bundle, slot in zip(share.steps.bundles, slots, strict=True):
+            large: dict[int, MatrixUpdate] = {}
+            for bucket, slot in zip(share.steps.buckets, slots, strict=True):
                 if slot is None:
-                    own = {i: _with_gradient(share.works[i]) for i in bundle.places}
-                    gradients += bundle.joined([work.stacks() for work in own.values()])
+                    own = {i: _with_gradient(share.updates[i]) for i in bucket.places}
+                    gradients += bucket.joined([update.stacks() for update in own.values()])
                     large.update(own)
                 else:
                     gradients += slot.stacks
             made = iter(share.steps.step(gradients, share.group))
-            for bundle, slot in zip(share.steps.bundles, slots, strict=True):
-                stacks = [next(made) for _ in bundle.stacks]
+            for bucket, slot in zip(share.steps.buckets, slots, strict=True):
+                stacks = [next(made) for _ in bucket.stacks]
                 if slot is None:
-                    for i, its_own in bundle.spread(stacks):
+                    for i, its_own in bucket.spread(stacks):
                         directions.update(by_parameter(large[i], large[i].merged(its_own), None))
                 else:
                     small += stacks
@@ -174,34 +174,38 @@ class _Slot:
     """The memory of a bundle of small matrices: of their gradients, and of their steps. ``stacks`` and ``targets`` are
     the same in stacks, ``inputs`` and ``outputs`` as tensors of the parameters' shapes."""
 
-    def __init__(self, bundle: Bundle, works: Sequence[Work]) -> None:
-        self.params = [p for work in works for p in work.matrix.active_params]
-        self.gradients, self.inputs, self.stacks = _memory(bundle, works)
-        self.steps, self.outputs, self.targets = _memory(bundle, works)
+    def __init__(self, bucket: Bucket, updates: Sequence[MatrixUpdate]) -> None:
+        self.params = [p for update in updates for p in update.matrix.active_params]
+        self.gradients, self.inputs, self.stacks = _memory(bucket, updates)
+        self.steps, self.outputs, self.targets = _memory(bucket, updates)
 
     @classmethod
-    def of(cls, bundle: Bundle, works: Sequence[Work]) -> _Slot | None:
+    def of(cls, bucket: Bucket, updates: Sequence[MatrixUpdate]) -> _Slot | None:
         """None where the matrices are large, or where no view of their memory has the shape that is needed."""
-        if len(works) == 1 and sum(stack.numel() for stack in bundle.stacks) > SMALL:
+        if len(updates) == 1 and sum(stack.numel() for stack in bucket.stacks) > SMALL:
             return None
-        slot = cls(bundle, works)
+        slot = cls(bucket, updates)
         fits = all(view.shape == p.shape for view, p in zip(slot.inputs, slot.params, strict=True))
         return slot if fits and len({x.untyped_storage().data_ptr() for x in slot.inputs + slot.stacks}) == 1 else None
 
 
-def _with_gradient(work: Work) -> Work:
+def _with_gradient(update: MatrixUpdate) -> MatrixUpdate:
     """The same matrix with the gradient of this step."""
-    return Work(work.matrix, work.group, work.state, gradient_parts(work.matrix, work.group)[0])
+    return MatrixUpdate(update.matrix, update.group, update.state, gradient_parts(update.matrix, update.group)[0])
 
 
-def _memory(bundle: Bundle, works: Sequence[Work]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+def _memory(bucket: Bucket, updates: Sequence[MatrixUpdate]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Memory for the matrices of a bundle: as it is, as tensors of the parameters' shapes, and in stacks."""
-    matrix, group = works[0].matrix, works[0].group
+    matrix, group = updates[0].matrix, updates[0].group
     layout = matrix.layout
-    buffer = bundle.stacks[0].new_zeros(len(works) * layout.groups, layout.rows, layout.cols)
-    each = zip(works, buffer.split(layout.groups), strict=True)
-    views = [view for work, own in each for view in work.matrix.layout.split(own)]
-    return buffer, views, matrix.cut_of(group).split(buffer if matrix.side(group["side"]) == "left" else buffer.mT)
+    buffer = bucket.stacks[0].new_zeros(len(updates) * layout.groups, layout.rows, layout.cols)
+    each = zip(updates, buffer.split(layout.groups), strict=True)
+    views = [view for update, own in each for view in update.matrix.layout.split(own)]
+    return (
+        buffer,
+        views,
+        matrix.partition_of(group).split(buffer if matrix.side(group["side"]) == "left" else buffer.mT),
+    )
 
 
 def _form(param: nn.Parameter, grad: Tensor) -> tuple[Any, ...]:

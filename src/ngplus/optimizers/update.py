@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ngplus.fisher.inverses import Product
 from ngplus.utils.dtensor import like, local
-from ngplus.utils.finite import LONGEST_STEP, look, norms_of, zero_where
+from ngplus.utils.finite import LONGEST_STEP, norms_of, read_if_on_host, zero_where
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -46,7 +46,7 @@ def update_parameters(
     parts = [local(param) for param in params]
     bad = _too_long(parts, steps, lr, length if group["weight_decay"] == 0 else None)
     _subtract(parts, steps, lr, bad if skip is None else bad | skip)
-    seen = look(bad)
+    seen = read_if_on_host(bad)
     if seen is None or any(seen):
         buffers = [states[param].get("momentum_buffer") for param in params]
         zero_where(bad, [torch.empty(0) if buffer is None else local(buffer) for buffer in buffers])
@@ -103,7 +103,7 @@ def _steps(
 def _too_long(params: Sequence[Tensor], steps: list[Tensor], lr: float | Tensor, length: Tensor | None) -> Tensor:
     """Flags, [n], of the steps that are not finite, or so long that they could leave a parameter not finite."""
     coarse = any(param.dtype == torch.float16 for param in params)  # whose range ends at 65504
-    if length is not None and not coarse and look(length * lr < LONGEST_STEP):
+    if length is not None and not coarse and read_if_on_host(length * lr < LONGEST_STEP):
         return torch.zeros(len(steps), dtype=torch.bool)
     norms = norms_of(steps)
     bad = ~(norms * lr < LONGEST_STEP)  # what is not a number is below nothing
@@ -115,7 +115,7 @@ def _too_long(params: Sequence[Tensor], steps: list[Tensor], lr: float | Tensor,
 
 def _subtract(params: Sequence[Tensor], steps: list[Tensor], lr: float | Tensor, bad: Tensor) -> None:
     """W <- W - lr * step, but for those that are bad."""
-    seen = look(bad)
+    seen = read_if_on_host(bad)
     if seen is None:
         flags = [flag.to(step.device) for flag, step in zip(bad.unbind(), steps, strict=True)]
         steps = [_masked(step, flag) for step, flag in zip(steps, flags, strict=True)]
@@ -147,17 +147,17 @@ def _with_momentum(
     # Adam's step length already counts the past: a plain sum of such steps would be 1 / (1 - momentum) times as long.
     dampening = momentum if group["graft"] == "adam" else 0.0
     old: list[Tensor] = []
-    fresh: list[Tensor] = []
+    estimate: list[Tensor] = []
     for param, step in zip(params, steps, strict=True):
         state = states[param]
         if "momentum_buffer" not in state or group["step"] == 0:
             state["momentum_buffer"] = like(param, step.clone())
         else:
             old.append(local(state["momentum_buffer"]))
-            fresh.append(step)
+            estimate.append(step)
     if old:
         torch._foreach_mul_(old, momentum)
-        torch._foreach_add_(old, fresh, alpha=1 - dampening)
+        torch._foreach_add_(old, estimate, alpha=1 - dampening)
     buffers = [local(states[param]["momentum_buffer"]) for param in params]
     if not group["nesterov"]:
         return buffers

@@ -17,28 +17,28 @@ from ngplus.utils.typing import State
 
 SMALL = 2**15  # numbers that a matrix keeps: with more, copies cost more than calls
 
-Work = tuple[State, list[Tensor]]  # what a matrix keeps, and the stacks of its gradient
+MatrixUpdate = tuple[State, list[Tensor]]  # what a matrix keeps, and the stacks of its gradient
 
 
-class Bundle:
+class Bucket:
     """Matrices that are worked on together, by their places in a step; or one alone.
 
     ``state`` and ``stacks`` are those of one matrix, or of the stack. Of a stack, ``rows`` are the moments of each
     matrix in it, and ``own`` where that matrix keeps them.
     """
 
-    def __init__(self, works: Sequence[Work], places: list[int], keys: Sequence[str]) -> None:
-        self.places, self.keys, self.states = places, keys, [works[i][0] for i in places]
+    def __init__(self, updates: Sequence[MatrixUpdate], places: list[int], keys: Sequence[str]) -> None:
+        self.places, self.keys, self.states = places, keys, [updates[i][0] for i in places]
         self.own: list[Tensor] = []
         self.rows: list[Tensor] = []
         if len(places) == 1:
-            self.state, self.stacks = works[places[0]]
+            self.state, self.stacks = updates[places[0]]
             return
         self.state = {key: _cat([own[key] for own in self.states]) for key in keys}
         self.state["adam_step"] = self.states[0]["adam_step"]
         if "basis" in self.state:
             self.state["floor"] = torch.stack([own["floor"] for own in self.states])[:, None, None]
-        self.stacks = self.joined([works[i][1] for i in places])
+        self.stacks = self.joined([updates[i][1] for i in places])
         for key in keys:
             if not key.startswith("basis"):
                 self.own += [own[key] for own in self.states]
@@ -66,19 +66,19 @@ class Bundle:
         return zip(self.places, ([row] for row in made[0].split(1)), strict=True)
 
 
-def alone(works: Sequence[Work]) -> list[Bundle]:
-    return [Bundle(works, [i], ()) for i in range(len(works))]
+def alone(updates: Sequence[MatrixUpdate]) -> list[Bucket]:
+    return [Bucket(updates, [i], ()) for i in range(len(updates))]
 
 
-def bundled(works: Sequence[Work], keys: Sequence[Sequence[str]]) -> list[Bundle]:
+def bundled(updates: Sequence[MatrixUpdate], keys: Sequence[Sequence[str]]) -> list[Bucket]:
     """The matrices of a step in bundles; ``keys`` names the tensors that each keeps: bases and moments.
 
     What goes together is decided by shapes alone, so that a run that goes on from a checkpoint makes the same stacks.
     """
     kinds: dict[object, list[int]] = {}
-    for i, (state, stacks) in enumerate(works):
+    for i, (state, stacks) in enumerate(updates):
         kinds.setdefault(_kind(state, stacks, keys[i]) or i, []).append(i)
-    return [Bundle(works, places, keys[places[0]]) for places in kinds.values()]
+    return [Bucket(updates, places, keys[places[0]]) for places in kinds.values()]
 
 
 def _kind(state: State, stacks: list[Tensor], keys: Sequence[str]) -> object:

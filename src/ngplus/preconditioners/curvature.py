@@ -35,13 +35,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ngplus.capture.accumulator import Gathered, keeps_root
+from ngplus.capture.accumulator import Accumulator, keeps_root
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.fisher import inverses
-from ngplus.fisher.blocks import BothSides, Cut
+from ngplus.fisher.blocks import BlockPartition, TwoSidedPartition
 from ngplus.fisher.factors import wide
 from ngplus.fisher.sketch import Sketch, SketchSpec
-from ngplus.utils.finite import Trouble, all_finite
+from ngplus.utils.finite import RefreshStatus, all_finite
 from ngplus.utils.typing import Group, State
 
 Solved = dict[str, Any]  # entries for a state, stacks still as lists
@@ -67,7 +67,7 @@ class Curvature(NamedTuple):
 
 
 @dataclass
-class Fresh:
+class CurvatureEstimate:
     """L (or R) of one refresh, divided by its number of samples: as it is, or as U with L = U U^T."""
 
     matrices: list[Tensor] | None
@@ -83,16 +83,18 @@ class Fresh:
         """One flag: L is finite, which U alone does not say."""
         return all_finite(self.matrices or [root.square() for root in self.roots or []])
 
-    def zero_where(self, bad: Tensor) -> Fresh:
+    def zero_where(self, bad: Tensor) -> CurvatureEstimate:
         """The same form; zeros where the flag is set."""
 
         def chosen(stacks: list[Tensor] | None) -> list[Tensor] | None:
             return None if stacks is None else [stack.masked_fill(bad, 0) for stack in stacks]
 
-        return Fresh(chosen(self.matrices), chosen(self.roots))
+        return CurvatureEstimate(chosen(self.matrices), chosen(self.roots))
 
 
-def per_sample(gathered: Gathered, group: Group, cut: Cut, grad_scale: Tensor | float = 1.0) -> Fresh:
+def per_sample(
+    gathered: Accumulator, group: Group, partition: BlockPartition, grad_scale: Tensor | float = 1.0
+) -> CurvatureEstimate:
     """L = 1/|S_k| sum over S_k of G_i G_i^T, from the sums over captured gradients c_i.
 
     Where the loss is a mean over the batch of N samples, .grad = 1/N sum_i G_i, so G_i = N c_i; on W ranks whose
@@ -105,15 +107,15 @@ def per_sample(gathered: Gathered, group: Group, cut: Cut, grad_scale: Tensor | 
     if gathered.roots and gathered.total is None:
         weight_root = weight**0.5
         roots = [torch.cat(stack, dim=-1) * weight_root for stack in zip(*gathered.roots, strict=True)]
-        if keeps_root(group, roots[0].shape[-1], cut.size):
-            return Fresh(None, roots)
-        return Fresh([root @ root.mT for root in roots])
+        if keeps_root(group, roots[0].shape[-1], partition.size):
+            return CurvatureEstimate(None, roots)
+        return CurvatureEstimate([root @ root.mT for root in roots])
     total = gathered.products()
     assert total is not None
-    return Fresh([stack * weight for stack in total])
+    return CurvatureEstimate([stack * weight for stack in total])
 
 
-def mini_batch(matrix: ParameterMatrix, gradient: Tensor, group: Group, seed: int) -> Fresh:
+def mini_batch(matrix: ParameterMatrix, gradient: Tensor, group: Group, seed: int) -> CurvatureEstimate:
     """G_B G_B^T or G_B^T G_B of the mini-batch gradient [groups, m, n] (or its rows, where it is sparse)."""
     side = matrix.side(group["side"])
     spec = SketchSpec.parse(group["sketch"])
@@ -122,31 +124,33 @@ def mini_batch(matrix: ParameterMatrix, gradient: Tensor, group: Group, seed: in
         spec = None
     if spec is not None and spec.size < curved.shape[-1]:
         curved = Sketch(spec, curved.shape[-1], seed)(curved)
-    cut = matrix.cut_of(group)
-    if isinstance(cut, BothSides):
-        (_, first), (_, second) = cut.sides(side)
-        return Fresh([stack @ stack.mT for stack in [*first.split(curved), *second.split(curved.mT)]])
-    stacks = cut.split(curved)
+    partition = matrix.partition_of(group)
+    if isinstance(partition, TwoSidedPartition):
+        (_, first), (_, second) = partition.sides(side)
+        return CurvatureEstimate([stack @ stack.mT for stack in [*first.split(curved), *second.split(curved.mT)]])
+    stacks = partition.split(curved)
     if group["solver"] in ("woodbury", "sketched"):
-        return Fresh(None, [stack.clone() for stack in stacks])  # .grad itself may be written to before the next one
-    return Fresh([stack @ stack.mT for stack in stacks])
+        return CurvatureEstimate(
+            None, [stack.clone() for stack in stacks]
+        )  # .grad itself may be written to before the next one
+    return CurvatureEstimate([stack @ stack.mT for stack in stacks])
 
 
-def average(state: State, fresh: Fresh, group: Group) -> Fresh:
+def average(state: State, estimate: CurvatureEstimate, group: Group) -> CurvatureEstimate:
     """Lbar_k = beta Lbar_(k-1) + (1 - beta) L_k, with Lbar_0 = L_0."""
-    matrices = fresh.dense()
+    matrices = estimate.dense()
     old = read(state, "curvature")
     beta = group["beta"]
     if group["step"] > 0 and old is not None and [o.shape for o in old] == [m.shape for m in matrices]:
         held = [o.to(m) for o, m in zip(old, matrices, strict=True)]
         matrices = list(torch._foreach_lerp(held, matrices, 1.0 - beta))
     write(state, "curvature", matrices)
-    return Fresh(matrices)
+    return CurvatureEstimate(matrices)
 
 
-def online(state: State, fresh: Fresh, group: Group) -> None:
+def online(state: State, estimate: CurvatureEstimate, group: Group) -> None:
     """Ltilde_k = beta Ltilde_(k-1) + gamma G_B G_B^T in every step, the first included, started from lambda_0 I."""
-    matrices = fresh.dense()
+    matrices = estimate.dense()
     beta = group["beta"]
     gamma = 1 - beta if group["gamma"] is None else group["gamma"]
     old = read(state, "curvature")
@@ -171,28 +175,28 @@ def damping_of(group: Group, diagonals: Sequence[Tensor]) -> Tensor:
     return (damping * mean).clamp_min(DAMPING_FLOOR)
 
 
-def solved(fresh: Fresh, group: Group, seed: int, trouble: Trouble | None = None) -> Solved:
+def solved(estimate: CurvatureEstimate, group: Group, seed: int, status: RefreshStatus | None = None) -> Solved:
     """What the next steps apply: an inverse, Woodbury's pair, or the eigenbasis. Pure, and the costly part."""
     if group["scaling"] == "adaptive":
-        return _as_state([inverses.eigenbasis(m, trouble) for m in fresh.dense()])
-    if fresh.roots is None:
-        matrices = fresh.dense()
+        return _as_state([inverses.eigenbasis(m, status) for m in estimate.dense()])
+    if estimate.roots is None:
+        matrices = estimate.dense()
         damping = damping_of(group, [m.diagonal(dim1=-2, dim2=-1) for m in matrices])
-        return {"damping": damping, "inverse": [inverses.dense_inverse(m, damping, trouble) for m in matrices]}
-    damping = damping_of(group, [root.square().sum(-1) for root in fresh.roots])
+        return {"damping": damping, "inverse": [inverses.dense_inverse(m, damping, status) for m in matrices]}
+    damping = damping_of(group, [root.square().sum(-1) for root in estimate.roots])
     if group["solver"] == "sketched":
-        cores = [inverses.sketched_core(root, damping, _sketch(group, root, seed), trouble) for root in fresh.roots]
-        return {"damping": damping, "factor": fresh.roots, "core": cores, "sketch_seed": seed}
-    cores = [inverses.woodbury_core(root, damping, trouble) for root in fresh.roots]
-    return {"damping": damping, "factor": fresh.roots, "core": cores}
+        cores = [inverses.sketched_core(root, damping, _sketch(group, root, seed), status) for root in estimate.roots]
+        return {"damping": damping, "factor": estimate.roots, "core": cores, "sketch_seed": seed}
+    cores = [inverses.woodbury_core(root, damping, status) for root in estimate.roots]
+    return {"damping": damping, "factor": estimate.roots, "core": cores}
 
 
-def eigenbases(tasks: Sequence[tuple[Fresh, Trouble | None]]) -> Iterator[Solved]:
+def eigenbases(tasks: Sequence[tuple[CurvatureEstimate, RefreshStatus | None]]) -> Iterator[Solved]:
     """The same for the eigenbases of many matrices; small ones of one size take one call."""
-    each = [(matrix, trouble) for fresh, trouble in tasks for matrix in fresh.dense()]
+    each = [(matrix, status) for estimate, status in tasks for matrix in estimate.dense()]
     pairs = inverses.eigenbases(each)
-    for fresh, _ in tasks:
-        yield _as_state([next(pairs) for _ in fresh.dense()])
+    for estimate, _ in tasks:
+        yield _as_state([next(pairs) for _ in estimate.dense()])
 
 
 def _as_state(pairs: Sequence[tuple[Tensor, Tensor]]) -> Solved:
@@ -210,7 +214,7 @@ def install(state: State, new: Solved) -> None:
             state[key] = value
 
 
-def drift(state: State, fresh: Fresh, group: Group) -> Tensor:
+def drift(state: State, estimate: CurvatureEstimate, group: Group) -> Tensor:
     """How far the curvature has moved since the last refresh; 0 is not at all.
 
     Adaptive scaling: the part of |L|^2 that lies off the diagonal in the old basis, 1 at most. Inverse: how far the old
@@ -218,14 +222,14 @@ def drift(state: State, fresh: Fresh, group: Group) -> Tensor:
     X = L, or X = U where L = U U^T; above 1 where L has grown.
     """
     if group["scaling"] == "adaptive":
-        turned = [q.mT @ m @ q for q, m in zip(read(state, "basis") or [], fresh.dense(), strict=True)]
+        turned = [q.mT @ m @ q for q, m in zip(read(state, "basis") or [], estimate.dense(), strict=True)]
         whole = _energy(turned)
         return 1 - _energy([t.diagonal(dim1=-2, dim2=-1) for t in turned]) / whole.clamp_min(_tiny(whole))
-    columns = fresh.matrices if fresh.matrices is not None else fresh.roots
+    columns = estimate.matrices if estimate.matrices is not None else estimate.roots
     assert columns is not None
     solutions = apply(state, columns, group)
     products = [
-        m @ y if fresh.matrices is not None else m @ (m.mT @ y) for m, y in zip(columns, solutions, strict=True)
+        m @ y if estimate.matrices is not None else m @ (m.mT @ y) for m, y in zip(columns, solutions, strict=True)
     ]
     rest = [state["damping"] * y + p - x for y, p, x in zip(solutions, products, columns, strict=True)]
     whole = _energy(columns)
@@ -279,31 +283,31 @@ def direction_products(state: State, parts: Sequence[Tensor], side: str, group: 
     return inverses.woodbury_products(factor[0], core[0], state["damping"], parts, side)
 
 
-def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: Fresh | None) -> Tensor:
+def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: CurvatureEstimate | None) -> Tensor:
     """L or R, [groups, d, d]: as it was gathered, or recovered from what the steps keep."""
-    cut = matrix.cut_of(group)
+    partition = matrix.partition_of(group)
     whole = [read(state, "curvature"), None if held is None else held.dense()]
     factor, inverse, basis = read(state, "factor"), read(state, "inverse"), read(state, "basis")
     for stacks in (*whole, factor, inverse, basis):
-        if stacks is not None and [x.shape[:2] for x in stacks] != cut.shapes:
+        if stacks is not None and [x.shape[:2] for x in stacks] != partition.shapes:
             raise RuntimeError(
                 f"The curvature of {matrix.name!r} was made for other blocks: the next step makes it anew"
             )
     for stacks in whole:
         if stacks is not None:
-            return cut.dense(stacks)
+            return partition.dense(stacks)
     if factor is not None:
-        return cut.dense([u @ u.mT for u in factor])
+        return partition.dense([u @ u.mT for u in factor])
     if inverse is not None:
         # Rounding in the inverse comes back multiplied by its condition number: work in float64.
         dtype = wide(inverse[0])
         damping = state["damping"].to(dtype)
         stacks = [inverses.damped(torch.linalg.inv(i.to(dtype)), -damping).to(i.dtype) for i in inverse]
-        return cut.dense(stacks)
+        return partition.dense(stacks)
     spectrum = read(state, "spectrum")
     if basis is None or spectrum is None:
         raise RuntimeError(f"{matrix.name!r} has no curvature yet: it is gathered by the first step")
-    return cut.dense([inverses.from_eigenbasis(w, q) for q, w in zip(basis, spectrum, strict=True)])
+    return partition.dense([inverses.from_eigenbasis(w, q) for q, w in zip(basis, spectrum, strict=True)])
 
 
 def add_placeholders(state: State, group: Group) -> None:

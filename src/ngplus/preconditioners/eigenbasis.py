@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ngplus.fisher import inverses
-from ngplus.fisher.blocks import Cut
-from ngplus.preconditioners.buckets import Bundle, alone, bundled
+from ngplus.fisher.blocks import BlockPartition
+from ngplus.preconditioners.buckets import Bucket, alone, bundled
 from ngplus.preconditioners.curvature import TAILS, clear, read, write
 from ngplus.preconditioners.rates import RATES, Following, Pair, has_directions, no_rates
 from ngplus.utils.typing import Group, State
@@ -68,29 +68,29 @@ class Steps:
     of large ones nothing is fetched twice.
     """
 
-    def __init__(self, works: Sequence[tuple[State, list[Tensor]]], group: Group) -> None:
+    def __init__(self, updates: Sequence[tuple[State, list[Tensor]]], group: Group) -> None:
         """``works``: what each matrix keeps, and the stacks of its gradient, of which the shapes matter here."""
         if group["step"] == 0:  # the moments begin anew
-            self.bundles = alone(works)
+            self.buckets = alone(updates)
         else:
-            for state, stacks in works if not torch.compiler.is_compiling() else ():  # which has orders of its own
+            for state, stacks in updates if not torch.compiler.is_compiling() else ():  # which has orders of its own
                 _lay_out(state, stacks)
-            self.bundles = bundled(works, [_kept(state, stacks, group) for state, stacks in works])
-        self._lengths = [len(bundle.stacks) for bundle in self.bundles]
-        pieces: list[list[Bundle]] = []
+            self.buckets = bundled(updates, [_kept(state, stacks, group) for state, stacks in updates])
+        self._lengths = [len(bucket.stacks) for bucket in self.buckets]
+        pieces: list[list[Bucket]] = []
         numbers = PIECE
-        for bundle in self.bundles:
-            own = sum(stack.numel() for stack in bundle.stacks)
+        for bucket in self.buckets:
+            own = sum(stack.numel() for stack in bucket.stacks)
             if numbers + own > PIECE:
                 pieces.append([])
                 numbers = 0
-            pieces[-1].append(bundle)
+            pieces[-1].append(bucket)
             numbers += own
-        self._pieces = [_Piece(bundles, group) for bundles in pieces]
+        self._pieces = [_Piece(buckets, group) for buckets in pieces]
 
     def gradients(self) -> list[Tensor]:
         """The stacks of all bundles, as they were given."""
-        return [stack for bundle in self.bundles for stack in bundle.stacks]
+        return [stack for bucket in self.buckets for stack in bucket.stacks]
 
     def step(self, gradients: Sequence[Tensor], group: Group) -> list[Tensor]:
         """The steps of all bundles from the stacks of their gradients; each matrix has its new moments."""
@@ -99,42 +99,42 @@ class Steps:
 
     def spread(self, made: Sequence[Tensor]) -> list[list[Tensor]]:
         """What was made of the stacks of the bundles, for each matrix by its place."""
-        of_bundles = zip(self.bundles, _cut(made, self._lengths), strict=True)
-        places = dict(pair for bundle, stacks in of_bundles for pair in bundle.spread(stacks))
+        of_bundles = zip(self.buckets, _cut(made, self._lengths), strict=True)
+        places = dict(pair for bucket, stacks in of_bundles for pair in bucket.spread(stacks))
         return [places[i] for i in range(len(places))]
 
 
 class _Piece:
     """Bundles whose moments change in the same calls."""
 
-    def __init__(self, bundles: Sequence[Bundle], group: Group) -> None:
-        self.bundles = bundles
+    def __init__(self, buckets: Sequence[Bucket], group: Group) -> None:
+        self.buckets = buckets
         self._out_of: list[Bases] = []
         self._first: list[Tensor] = []
         self._second: list[Tensor | Pair] = []
         self._rates: list[Pair] = []
-        self._lengths = [len(bundle.stacks) for bundle in bundles]
+        self._lengths = [len(bucket.stacks) for bucket in buckets]
         self.length = sum(self._lengths)
-        for bundle in bundles:
-            self._out_of += _bases(read(bundle.state, "basis"), bundle.stacks)
-            first, second = _moments(bundle.state, bundle.stacks, group)
+        for bucket in buckets:
+            self._out_of += _bases(read(bucket.state, "basis"), bucket.stacks)
+            first, second = _moments(bucket.state, bucket.stacks, group)
             self._first += first
             self._second += second
-            self._rates += _rates(bundle, group)
+            self._rates += _rates(bucket, group)
         self._into = [(_turned(one), _turned(other)) for one, other in self._out_of]
         self._full = [i for i, v in enumerate(self._second) if isinstance(v, Tensor)]
         self._factored = [i for i, v in enumerate(self._second) if not isinstance(v, Tensor)]
         self._pairs = [v for v in self._second if not isinstance(v, Tensor)]
         self._weights = [_weights(self._first[i]) for i in self._factored]
         self._floors: dict[int, Tensor] | None = None
-        self._own = [x for bundle in self.bundles for x in bundle.own]
-        self._rows = [x for bundle in self.bundles for x in bundle.rows]
+        self._own = [x for bucket in self.buckets for x in bucket.own]
+        self._rows = [x for bucket in self.buckets for x in bucket.rows]
 
     def step(self, gradients: Sequence[Tensor], group: Group) -> list[Tensor]:
         """The steps of all bundles from the stacks of their gradients; each matrix has its new moments."""
         beta1, beta2 = group["momentum"], group["beta2"]
         turned = [_across(_along(one, g), other) for (one, other), g in zip(self._into, gradients, strict=True)]
-        counts = [n for b, length in zip(self.bundles, self._lengths, strict=True) for n in [b.count()] * length]
+        counts = [n for b, length in zip(self.buckets, self._lengths, strict=True) for n in [b.count()] * length]
         squares = self._take_in_squares(turned, 1 - beta2)
         following = Following(self._rates, turned, self._first) if self._rates else None
         torch._foreach_lerp_(self._first, turned, 1 - beta1)
@@ -194,8 +194,8 @@ class _Piece:
         """floor + eps for each stack that has a basis; the floor is taken where a refresh has left none."""
         floors: dict[int, Tensor] = {}
         start = 0
-        for bundle, length in zip(self.bundles, self._lengths, strict=True):
-            end, state = start + length, bundle.state
+        for bucket, length in zip(self.buckets, self._lengths, strict=True):
+            end, state = start + length, bucket.state
             if "basis" in state:
                 if "floor" not in state:
                     state["floor"] = _floor(state, [self._held(i) for i in range(start, end)], group)
@@ -316,11 +316,11 @@ def _moments(state: State, stacks: list[Tensor], group: Group) -> tuple[list[Ten
     return first, list(zip(*second, strict=True)) if factored else list(second[0])
 
 
-def _rates(bundle: Bundle, group: Group) -> list[Pair]:
+def _rates(bucket: Bucket, group: Group) -> list[Pair]:
     """The rates of each stack, made anew where they are not there or of another shape; none where none are wanted."""
-    state, stacks = bundle.state, bundle.stacks
+    state, stacks = bucket.state, bucket.stacks
     if not group["rate_gain"]:
-        for own in bundle.states:
+        for own in bucket.states:
             clear(own, *RATES)
         return []
     for key, wanted in zip(RATES, zip(*no_rates(stacks), strict=True), strict=True):
@@ -384,8 +384,8 @@ def _along(blocks: Blocks, x: Tensor) -> Tensor:
         return x
     if len(blocks) == 1 and blocks[0].shape[0] == x.shape[0]:
         return inverses.times(blocks[0], x)
-    cut = Cut.of(len(x), x.shape[1], blocks[0].shape[-1])
-    return cut.merge([inverses.times(q, part) for q, part in zip(blocks, cut.split(x), strict=True)])
+    partition = BlockPartition.of(len(x), x.shape[1], blocks[0].shape[-1])
+    return partition.merge([inverses.times(q, part) for q, part in zip(blocks, partition.split(x), strict=True)])
 
 
 def _across(x: Tensor, blocks: Blocks) -> Tensor:

@@ -12,24 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from ngplus.capture.matrices import ParameterMatrix
-from ngplus.distributed.collectives import Replicas, Team, pack, unpack
+from ngplus.distributed.collectives import Distributor, ReplicatedDistributor, pack, unpack
 from ngplus.preconditioners import curvature as curvatures
-from ngplus.preconditioners.curvature import Fresh, Solved
-from ngplus.utils.finite import Trouble
+from ngplus.preconditioners.curvature import CurvatureEstimate, Solved
+from ngplus.utils.finite import RefreshStatus
 from ngplus.utils.typing import Group, State
 
 
-def solved(fresh: Fresh | None, state: State, group: Group, seed: int, trouble: Trouble) -> Solved:
+def solved(estimate: CurvatureEstimate | None, state: State, group: Group, seed: int, status: RefreshStatus) -> Solved:
     """What the owner has to send; without new curvature, what is in use."""
-    if fresh is not None:
-        return curvatures.solved(fresh, group, seed, trouble)
+    if estimate is not None:
+        return curvatures.solved(estimate, group, seed, status)
     if group["scaling"] == "adaptive":
         return {key: curvatures.read(state, key) for key in ("basis", "spectrum")}
     return {"inverse": curvatures.read(state, "inverse"), "damping": state["damping"]}
 
 
 def send(
-    team: Replicas,
+    distributor: ReplicatedDistributor,
     matrices: Sequence[ParameterMatrix],
     groups: Mapping[nn.Parameter, Group],
     found: Sequence[Solved | None],
@@ -38,8 +38,8 @@ def send(
     parcels = [
         _room(m, groups[m.params[0]]) if new is None else _parcel(new) for m, new in zip(matrices, found, strict=True)
     ]
-    owners = [team.owners[id(m)] for m, parcel in zip(matrices, parcels, strict=True) for _ in parcel]
-    team.ranks.send([tensor for parcel in parcels for tensor in parcel], owners)
+    owners = [distributor.owners[id(m)] for m, parcel in zip(matrices, parcels, strict=True) for _ in parcel]
+    distributor.ranks.send([tensor for parcel in parcels for tensor in parcel], owners)
     return [_opened(parcel, m, groups[m.params[0]]) for m, parcel in zip(matrices, parcels, strict=True)]
 
 
@@ -51,12 +51,12 @@ def _parcel(new: Solved) -> list[Tensor]:
 
 def _room(matrix: ParameterMatrix, group: Group) -> list[Tensor]:
     """Tensors of the shapes of a parcel."""
-    cut = matrix.cut_of(group)
+    partition = matrix.partition_of(group)
     if group["scaling"] == "adaptive":
-        blocks = [(cut.groups * count, size) for _, count, size in cut.stacks]
+        blocks = [(partition.groups * count, size) for _, count, size in partition.stacks]
         shapes: list[tuple[int, ...]] = [*blocks, *[(count, size, size) for count, size in blocks]]
     else:
-        shapes = [(cut.triangle,), (1,)]
+        shapes = [(partition.triangle,), (1,)]
     return [torch.empty(shape, dtype=matrix.dtype, device=matrix.params[0].device) for shape in shapes]
 
 
@@ -64,7 +64,7 @@ def _opened(parcel: Sequence[Tensor], matrix: ParameterMatrix, group: Group) -> 
     if group["scaling"] == "adaptive":
         half = len(parcel) // 2
         return {"basis": list(parcel[half:]), "spectrum": list(parcel[:half])}
-    return {"inverse": unpack(parcel[0], matrix.cut_of(group)), "damping": parcel[1].reshape(())}
+    return {"inverse": unpack(parcel[0], matrix.partition_of(group)), "damping": parcel[1].reshape(())}
 
 
 def unchanged(state: State, new: Solved) -> bool:
@@ -75,11 +75,11 @@ def unchanged(state: State, new: Solved) -> bool:
     return bool(old) and all(map(torch.equal, old, basis))
 
 
-def tell_all(team: Team, matrices: Sequence[ParameterMatrix], numbers: dict[int, float]) -> None:
+def tell_all(distributor: Distributor, matrices: Sequence[ParameterMatrix], numbers: dict[int, float]) -> None:
     """Numbers that the matrices' owners know, by the id of the matrix, for all ranks of a team."""
     if not matrices:
         return
-    known = [(numbers[id(m)], 1.0) if team.owns(m) and id(m) in numbers else (0.0, 0.0) for m in matrices]
+    known = [(numbers[id(m)], 1.0) if distributor.owns(m) and id(m) in numbers else (0.0, 0.0) for m in matrices]
     table = torch.tensor(known, dtype=torch.float64, device=matrices[0].params[0].device)
-    team.agree(table)
+    distributor.agree(table)
     numbers.update({id(m): value for m, (value, owners) in zip(matrices, table.tolist(), strict=True) if owners})

@@ -21,7 +21,7 @@ LARGE = 2**15  # with so many numbers, a tensor is worth a call of its own
 SEEN = ("cpu",)  # where numbers lie in the host's own memory
 
 
-def look(flag: Tensor) -> Any:
+def read_if_on_host(flag: Tensor) -> Any:
     """A flag as a bool, several as a list of them; None where the host would have to wait for them."""
     if torch.compiler.is_compiling():  # a graph has no numbers to look at
         return None
@@ -69,7 +69,7 @@ def _length(vector: Tensor) -> Tensor:
 
 def zero_where(bad: Tensor, tensors: Sequence[Tensor]) -> None:
     """In place: zeros in each tensor whose flag in ``bad``, [n], is set."""
-    seen = look(bad)
+    seen = read_if_on_host(bad)
     if seen is None:
         for tensor, flag in zip(tensors, bad.unbind(), strict=True):
             tensor.masked_fill_(flag.to(tensor.device), 0)
@@ -80,7 +80,7 @@ def zero_where(bad: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 @dataclass
-class Trouble:
+class RefreshStatus:
     """What a refresh of one matrix has met. ``climb``: the host may look at flags, since the last one failed."""
 
     climb: bool = False
@@ -95,14 +95,14 @@ class Trouble:
 
     def looks(self, flag: Tensor) -> bool | None:
         """The flag, where the host may see it: for nothing, or because this matrix needs its help."""
-        seen = look(flag)
+        seen = read_if_on_host(flag)
         return bool(flag) if seen is None and self.climb else seen
 
     @property
     def unsolved(self) -> Tensor | None:
         """Does the new state not stand for this refresh's L? Known to the device only."""
         flags = [self.dropped, None if self.climb else self.retried]
-        lazy = [flag for flag in flags if flag is not None and look(flag) is None]
+        lazy = [flag for flag in flags if flag is not None and read_if_on_host(flag) is None]
         return torch.stack(lazy).any() if lazy else None
 
 

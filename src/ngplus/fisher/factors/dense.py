@@ -121,8 +121,8 @@ class Outer(Factors):
         if form == "explicit" and other == self.curved_and_other(side)[1] and not isinstance(self.right, Tensor):
             return self.groups * d * other + self.right.outer_memory(self.rows)
         taken = self.positions * (self.rows + self.cols)  # patches, casts and the column of ones make copies
-        work = d * other if form == "explicit" else self.positions * (self.positions + 2 * d)
-        return self.groups * max(taken, work)
+        update = d * other if form == "explicit" else self.positions * (self.positions + 2 * d)
+        return self.groups * max(taken, update)
 
 
 def outer_costs(kappa: int, d: int, other: int, block: int, gram: float | None = None) -> dict[str, float]:

@@ -30,7 +30,7 @@ FRAME = {
     "_check": "checks",
     "_repeated": "checks",
     "_with_gradients": "checks",
-    "_works": "gradients",
+    "_updates": "gradients",
     "_take_up": "inverses",
     "_refresh_all": "inverses",
     "_precondition": "directions",
