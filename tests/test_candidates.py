@@ -98,6 +98,21 @@ def test_optimizer_in_blocks() -> None:
         torch.testing.assert_close((before - model.weight.detach()) / 0.1, wanted, rtol=1e-7, atol=1e-9)
 
 
+def test_lazy_averages_take_in_the_gradients_of_refreshes() -> None:
+    """With roots in the steps 1, 2, 3, 4 and 6, the weight of the 6th gradient is that of two steps."""
+    model = nn.Linear(5, 4, bias=False)
+    optimizer = Roots(model, lr=0.1, lazy=True)
+    gradients = random_gradients(4, 5, 6)
+    for gradient in gradients:
+        model.weight.grad = gradient
+        optimizer.step()
+    weights = [BETA2 ** (6 - k) * (1 - BETA2) for k in (1, 2, 3, 4)] + [1 - BETA2**2]
+    assert sum(weights) == pytest.approx(1 - BETA2**6)
+    taken = [gradients[k] for k in (0, 1, 2, 3, 5)]
+    wanted = sum(w * g @ g.mT for w, g in zip(weights, taken, strict=True))
+    torch.testing.assert_close(optimizer.state[model.weight]["left"][0], wanted)
+
+
 def test_tables_have_a_factored_second_moment() -> None:
     model = nn.Embedding(6, 4)
     optimizer = Roots(model, lr=0.1, update_every=1)  # type: ignore[arg-type]

@@ -79,24 +79,22 @@ def block_size(length: int, other: int, unit: int = 1) -> int:
     return unit * math.ceil(units / blocks)
 
 
-def to_blocks(x: Tensor, rows: int, cols: int) -> Tensor:
-    """[..., m, n] as [..., a, b, rows, cols], with zeros at the end where a block is not full."""
-    m, n = x.shape[-2:]
-    a, b = math.ceil(m / rows), math.ceil(n / cols)
-    padded = F.pad(x, (0, b * cols - n, 0, a * rows - m))
-    return padded.unflatten(-1, (b, cols)).unflatten(-3, (a, rows)).transpose(-3, -2)
+def row_blocks(x: Tensor, rows: int) -> Tensor:
+    """[..., m, n] as [..., a, rows, n], with zeros at the end where a block is not full."""
+    missing = -x.shape[-2] % rows
+    return (F.pad(x, (0, 0, 0, missing)) if missing else x).unflatten(-2, (-1, rows))
 
 
-def from_blocks(x: Tensor, m: int, n: int) -> Tensor:
-    return x.transpose(-3, -2).flatten(-4, -3).flatten(-2, -1)[..., :m, :n]
+def products(gradients: Tensor, rows: int) -> Tensor:
+    """The sum over gradients [S, m, n] of G G^T, in diagonal blocks [a, rows, rows]."""
+    blocks = row_blocks(gradients, rows).movedim(0, 2).flatten(2)
+    return blocks.square().sum(2, keepdim=True) if rows == 1 else blocks @ blocks.mT
 
 
-def products(gradients: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-    """The sums over gradients [S, m, n] of G G^T and G^T G, in diagonal blocks [a, rows, rows] and [b, cols, cols]."""
-    cut = to_blocks(gradients, rows, cols)  # [S, a, b, rows, cols]
-    left = cut.permute(1, 3, 0, 2, 4).flatten(2)
-    right = cut.permute(2, 4, 0, 1, 3).flatten(2)
-    return left @ left.mT, right @ right.mT
+def multiply(root: Tensor, x: Tensor) -> Tensor:
+    """A block-diagonal matrix in its blocks [a, rows, rows] times x [m, n]."""
+    rows = root.shape[-1]
+    return root.flatten(1) * x if rows == 1 else (root @ row_blocks(x, rows)).flatten(0, 1)[: len(x)]
 
 
 # ------------------------------------------------------------------------------------------------ the optimizer
@@ -106,7 +104,8 @@ class Roots(torch.optim.Optimizer):
     """:func:`roots_step` for every matrix of a model, in blocks.
 
     With ``sample_steps``, the products of the first steps come from per-sample gradients, scaled to the trace of those
-    of the mini-batch gradient.
+    of the mini-batch gradient. With ``lazy``, L and R take in the gradients of the steps in which roots are made, and
+    no others.
     """
 
     def __init__(
@@ -119,9 +118,17 @@ class Roots(torch.optim.Optimizer):
         damping: float = 0.01,
         update_every: int = 5,
         sample_steps: int = 0,
+        lazy: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps, "damping": damping}
-        super().__init__([p for p in model.parameters() if p.requires_grad], {**defaults, "update_every": update_every})
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "eps": eps,
+            "damping": damping,
+        }
+        defaults.update(update_every=update_every, lazy=lazy)
+        super().__init__([p for p in model.parameters() if p.requires_grad], defaults)
         self.tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
         self.samples = SampleGradients(model) if sample_steps else None
         self.sample_steps = sample_steps
@@ -148,24 +155,30 @@ class Roots(torch.optim.Optimizer):
         table = param in self.tables
         rows = 1 if table else block_size(m, n)
         cols = 1 if table else block_size(n, m, param[0, 0].numel() if param.ndim > 2 else 1)
-        left, right = products(g[None], rows, cols)
-        if self.samples is not None and step <= self.sample_steps:
-            own = self.samples.pop(param)
-            if own is not None:
-                left, right = (_like(x, y) for x, y in zip(products(own, rows, cols), (left, right), strict=True))
         if "momentum" not in state:
-            state.update(momentum=torch.zeros_like(g), left=torch.zeros_like(left), right=torch.zeros_like(right))
+            state.update(momentum=torch.zeros_like(g), averaged=0)
+            state["left"] = g.new_zeros(math.ceil(m / rows), rows, rows)
+            state["right"] = g.new_zeros(math.ceil(n / cols), cols, cols)
         state["momentum"].lerp_(g, 1 - beta1)
-        state["left"].lerp_(left, 1 - beta2)
-        state["right"].lerp_(right, 1 - beta2)
-        if is_due(step, group["update_every"]):
+        due = is_due(step, group["update_every"])
+        if due or not group["lazy"]:
+            left, right = products(g[None], rows), products(g.mT[None], cols)
+            if self.samples is not None and step <= self.sample_steps:
+                own = self.samples.pop(param)
+                if own is not None:
+                    left, right = _like(products(own, rows), left), _like(products(own.mT, cols), right)
+            weight = 1 - beta2 ** (step - state["averaged"])
+            state["left"].lerp_(left, weight)
+            state["right"].lerp_(right, weight)
+            state["averaged"] = step
+        if due:
             correction = 1 - beta2**step
             trace = (_trace(state["left"]) / correction).clamp_min(torch.finfo(g.dtype).tiny)
             state["left_root"] = _root(state["left"] / correction, group["damping"] * trace / m) * trace.sqrt()
             state["right_root"] = _root(state["right"] / correction, group["damping"] * trace / n)
-        ahead = to_blocks(state["momentum"].lerp(g, 1 - beta1) / (1 - beta1**step), rows, cols)
-        direction = from_blocks(state["left_root"].unsqueeze(1) @ ahead @ state["right_root"], m, n)
-        return (direction / direction.square().mean().sqrt().clamp_min(1.0)).view_as(param)
+        ahead = state["momentum"].lerp(g, 1 - beta1).div_(1 - beta1**step)
+        direction = multiply(state["left_root"], multiply(state["right_root"], ahead.mT).mT)
+        return direction.div_(direction.norm().div_(math.sqrt(m * n)).clamp_min_(1.0)).view_as(param)
 
 
 def adam_direction(param: Tensor, gradient: Tensor, state: State, group: dict[str, Any]) -> Tensor:
