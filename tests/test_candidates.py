@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ngplus.lab.candidates import Roots, SampleGradients, block_size, roots_step
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
-BETA1, BETA2, DAMPING = 0.9, 0.95, 0.01
+BETA1, BETA2, DAMPING, MAX_RMS = 0.9, 0.95, 0.01, 0.3
 
 
 def average(terms: list[Tensor], beta: float) -> Tensor:
@@ -34,7 +34,7 @@ def dense_direction(gradients: list[Tensor], mask: Callable[[Tensor, Tensor], tu
     momentum = average(gradients, BETA1) * (1 - BETA1 ** len(gradients))
     ahead = (BETA1 * momentum + (1 - BETA1) * gradients[-1]) / (1 - BETA1 ** len(gradients))
     direction = left.trace().sqrt() * inverse_root(left) @ ahead @ inverse_root(right)
-    return direction / max(1.0, direction.square().mean().sqrt().item())
+    return direction / max(1.0, direction.square().mean().sqrt().item() / MAX_RMS)
 
 
 def whole(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

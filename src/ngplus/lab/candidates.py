@@ -33,11 +33,12 @@ def roots_step(
     betas: tuple[float, float] = (0.9, 0.95),
     damping: float = 0.01,
     update_every: int = 5,
+    max_rms: float = 0.3,
 ) -> Tensor:
     """The direction D of a matrix, before the learning rate. ``state`` begins empty.
 
-    ``damping`` is relative: lambda is ``damping`` times the mean eigenvalue of L, and of R. The root mean square of D
-    is at most 1, that of Adam's first step.
+    ``damping`` is relative: lambda is ``damping`` times the mean eigenvalue of L, and of R. ``max_rms`` is the largest
+    root mean square of D.
     """
     m, n = gradient.shape
     if not state:
@@ -55,7 +56,7 @@ def roots_step(
         state["right_root"] = inverse_root(right, damping * trace / n)
     ahead = state["momentum"].lerp(gradient, 1 - betas[0]) / correction1  # Nesterov's momentum
     direction = state["left_root"] @ ahead @ state["right_root"]
-    return direction / direction.square().mean().sqrt().clamp_min(1.0)
+    return direction / (direction.square().mean().sqrt() / max_rms).clamp_min(1.0)
 
 
 def is_due(step: int, update_every: int) -> bool:
@@ -117,17 +118,12 @@ class Roots(torch.optim.Optimizer):
         eps: float = 1e-8,
         damping: float = 0.01,
         update_every: int = 5,
+        max_rms: float = 0.3,
         sample_steps: int = 0,
         lazy: bool = False,
     ) -> None:
-        defaults: dict[str, Any] = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "eps": eps,
-            "damping": damping,
-        }
-        defaults.update(update_every=update_every, lazy=lazy)
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps}
+        defaults.update(damping=damping, update_every=update_every, max_rms=max_rms, lazy=lazy)
         super().__init__([p for p in model.parameters() if p.requires_grad], defaults)
         self.tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
         self.samples = SampleGradients(model) if sample_steps else None
@@ -178,7 +174,8 @@ class Roots(torch.optim.Optimizer):
             state["right_root"] = _root(state["right"] / correction, group["damping"] * trace / n)
         ahead = state["momentum"].lerp(g, 1 - beta1).div_(1 - beta1**step)
         direction = multiply(state["left_root"], multiply(state["right_root"], ahead.mT).mT)
-        return direction.div_(direction.norm().div_(math.sqrt(m * n)).clamp_min_(1.0)).view_as(param)
+        rms = direction.norm() / math.sqrt(m * n)
+        return direction.div_((rms / group["max_rms"]).clamp_min_(1.0)).view_as(param)
 
 
 def adam_direction(param: Tensor, gradient: Tensor, state: State, group: dict[str, Any]) -> Tensor:
