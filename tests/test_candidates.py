@@ -2,81 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
+from test_reference import BETA1, BETA2, average, dense_direction, random_gradients
 from torch import Tensor, nn
 
-from ngplus.lab.candidates import Roots, SampleGradients, block_size, roots_step
+from ngplus.lab.candidates import Roots, SampleGradients, block_size
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
-BETA1, BETA2, DAMPING, MAX_RMS = 0.9, 0.95, 0.01, 0.3
-
-
-def average(terms: list[Tensor], beta: float) -> Tensor:
-    """The moving average without its bias, written out."""
-    weights = [(1 - beta) * beta ** (len(terms) - 1 - k) for k in range(len(terms))]
-    return sum(w * x for w, x in zip(weights, terms, strict=True)) / (1 - beta ** len(terms))  # type: ignore[return-value]
-
-
-def inverse_root(x: Tensor) -> Tensor:
-    """By a singular value decomposition of the damped matrix."""
-    d = x.shape[-1]
-    u, values, v = torch.linalg.svd(x + DAMPING * x.trace() / d * torch.eye(d))
-    return u @ torch.diag(values**-0.5) @ v
-
-
-def dense_direction(gradients: list[Tensor], mask: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-    """The direction after all gradients; ``mask`` cuts L and R."""
-    left, right = mask(average([g @ g.mT for g in gradients], BETA2), average([g.mT @ g for g in gradients], BETA2))
-    momentum = average(gradients, BETA1) * (1 - BETA1 ** len(gradients))
-    ahead = (BETA1 * momentum + (1 - BETA1) * gradients[-1]) / (1 - BETA1 ** len(gradients))
-    direction = left.trace().sqrt() * inverse_root(left) @ ahead @ inverse_root(right)
-    return direction / max(1.0, direction.square().mean().sqrt().item() / MAX_RMS)
-
-
-def whole(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    return left, right
-
-
-def random_gradients(m: int, n: int, steps: int) -> list[Tensor]:
-    torch.manual_seed(0)
-    scale = torch.rand(n) * 3
-    return [torch.randn(m, n) * scale for _ in range(steps)]
-
-
-@pytest.mark.parametrize("shape", [(3, 5), (6, 4), (1, 7), (4, 1)])
-def test_step_is_the_formula(shape: tuple[int, int]) -> None:
-    gradients, state = random_gradients(*shape, 9), {}
-    for k, gradient in enumerate(gradients):
-        made = roots_step(gradient, state, update_every=1)
-        torch.testing.assert_close(made, dense_direction(gradients[: k + 1], whole), rtol=1e-8, atol=1e-10)
-
-
-def test_roots_are_kept_between_refreshes() -> None:
-    state: dict[str, Any] = {}
-    held = []
-    for gradient in random_gradients(3, 4, 17):
-        roots_step(gradient, state)
-        held.append(state["left_root"])
-    new = [k + 1 for k in range(17) if k == 0 or held[k] is not held[k - 1]]
-    assert new == [1, 2, 3, 4, 6, 11, 16]
-
-
-def test_scale_and_rotation() -> None:
-    """A change of the loss's scale changes nothing; a rotation of the space of W rotates the direction."""
-    u, v = (torch.linalg.qr(torch.randn(d, d)).Q for d in (4, 6))
-    states: list[dict[str, Any]] = [{}, {}, {}]
-    for g in random_gradients(4, 6, 7):
-        plain, scaled, rotated = (roots_step(x, s) for x, s in zip((g, 1e-3 * g, u @ g @ v), states, strict=True))
-        torch.testing.assert_close(scaled, plain)
-        torch.testing.assert_close(rotated, u @ plain @ v)
-
-
-def test_zero_gradients_give_no_step() -> None:
-    assert roots_step(torch.zeros(3, 2), {}).abs().max() == 0
 
 
 def test_optimizer_in_blocks() -> None:

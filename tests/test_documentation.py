@@ -35,6 +35,7 @@ def public_objects() -> Iterator[tuple[str, Any]]:
     rooms = {
         "ngplus": ngplus, "ngplus.layers": ngplus.layers, "ngplus.schedules": ngplus.schedules,
         "ngplus.baselines": ngplus.baselines, "ngplus.online": ngplus.online,
+        "ngplus.reference": ngplus.reference,
     }  # fmt: skip
     for place, module in rooms.items():
         for name in module.__all__:

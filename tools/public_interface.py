@@ -48,7 +48,7 @@ def class_lines(name: str, cls: type) -> Iterator[str]:
 
 
 def is_public(cls: type) -> bool:
-    modules = (ngplus, ngplus.layers, ngplus.online, ngplus.schedules, ngplus.baselines)
+    modules = (ngplus, ngplus.layers, ngplus.online, ngplus.reference, ngplus.schedules, ngplus.baselines)
     return any(getattr(module, cls.__name__, None) is cls for module in modules)
 
 

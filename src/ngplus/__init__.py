@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ngplus import layers, online, schedules
+from ngplus import layers, online, reference, schedules
 from ngplus.capture.layers import register_layer
 from ngplus.diagnostics.gfim import gfim
 from ngplus.diagnostics.health import Health, HealthWarning, LayerHealth
@@ -34,6 +34,7 @@ __all__ = [
     "gfim",
     "layers",
     "online",
+    "reference",
     "register_layer",
     "schedules",
 ]

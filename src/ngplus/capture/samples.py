@@ -130,7 +130,7 @@ class Batch:
         """Dimension 0, [rows, ...], to [samples, rows of each, ...]; of samples with fewer rows, the others are zero.
 
         Examples:
-            >>> tuple(ngplus.capture.layers.Batch(size=4).by_sample(torch.zeros(12, 5)).shape)
+            >>> tuple(ngplus.layers.Batch(size=4).by_sample(torch.zeros(12, 5)).shape)
             (4, 3, 5)
         """
         if self.dim is not None and len(x) in self.rows:
@@ -141,7 +141,7 @@ class Batch:
         """Dimension 0, [rows, ...], to the sums over the rows of each sample, [samples, ...].
 
         Examples:
-            >>> tuple(ngplus.capture.layers.Batch(size=4).sums(torch.zeros(12, 5)).shape)
+            >>> tuple(ngplus.layers.Batch(size=4).sums(torch.zeros(12, 5)).shape)
             (4, 5)
         """
         if self.dim is not None and len(x) in self.rows:

@@ -4,8 +4,9 @@ With moving averages L of G G^T and R of G^T G, and the momentum M, the directio
 
     D = sqrt(tr L) (L + lambda I)^(-1/2) M (R + lambda I)^(-1/2)
 
-:func:`roots_step` is that update without blocks. :class:`Roots` is the optimizer. It cuts long sides into blocks, takes
-Adam for vectors, and Adafactor's factored second moment, which is the same formula with diagonal L and R, for tables.
+``ngplus.reference.ngadam_direction`` is that update without blocks. :class:`Roots` is the optimizer. It cuts long sides
+into blocks, takes Adam for vectors, and Adafactor's factored second moment, which is the same formula with diagonal L
+and R, for tables.
 """
 
 from __future__ import annotations
@@ -18,50 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
+from ngplus.reference import inverse_root, is_refresh
+
 State = dict[str, Any]
-
-
-def inverse_root(x: Tensor, damping: Tensor) -> Tensor:
-    """(x + damping I)^(-1/2) of a symmetric positive semi-definite matrix, or of each of a batch."""
-    values, vectors = torch.linalg.eigh(x)
-    return (vectors * (values.clamp_min(0) + damping).rsqrt().unsqueeze(-2)) @ vectors.mT
-
-
-def roots_step(
-    gradient: Tensor,
-    state: State,
-    betas: tuple[float, float] = (0.9, 0.95),
-    damping: float = 0.01,
-    update_every: int = 5,
-    max_rms: float = 0.3,
-) -> Tensor:
-    """The direction D of a matrix, before the learning rate. ``state`` begins empty.
-
-    ``damping`` is relative: lambda is ``damping`` times the mean eigenvalue of L, and of R. ``max_rms`` is the largest
-    root mean square of D.
-    """
-    m, n = gradient.shape
-    if not state:
-        zeros = {"momentum": (m, n), "left": (m, m), "right": (n, n)}
-        state.update({key: gradient.new_zeros(size) for key, size in zeros.items()}, step=0)
-    state["step"] += 1
-    correction1, correction2 = (1 - beta ** state["step"] for beta in betas)
-    state["momentum"].lerp_(gradient, 1 - betas[0])
-    state["left"].lerp_(gradient @ gradient.mT, 1 - betas[1])
-    state["right"].lerp_(gradient.mT @ gradient, 1 - betas[1])
-    if is_due(state["step"], update_every):
-        left, right = state["left"] / correction2, state["right"] / correction2
-        trace = left.trace().clamp_min(torch.finfo(left.dtype).tiny)
-        state["left_root"] = inverse_root(left, damping * trace / m) * trace.sqrt()
-        state["right_root"] = inverse_root(right, damping * trace / n)
-    ahead = state["momentum"].lerp(gradient, 1 - betas[0]) / correction1  # Nesterov's momentum
-    direction = state["left_root"] @ ahead @ state["right_root"]
-    return direction / (direction.square().mean().sqrt() / max_rms).clamp_min(1.0)
-
-
-def is_due(step: int, update_every: int) -> bool:
-    """Roots are made anew at the steps 1, 2, 3, 4, 6, and every ``update_every`` steps from the first one on."""
-    return step in (1, 2, 3, 4, 6) or (step - 1) % update_every == 0
 
 
 # ------------------------------------------------------------------------------------------------ blocks
@@ -102,7 +62,7 @@ def multiply(root: Tensor, x: Tensor) -> Tensor:
 
 
 class Roots(torch.optim.Optimizer):
-    """:func:`roots_step` for every matrix of a model, in blocks.
+    """``ngplus.reference.ngadam_direction`` for every matrix of a model, in blocks.
 
     With ``sample_steps``, the products of the first steps come from per-sample gradients, scaled to the trace of those
     of the mini-batch gradient. With ``lazy``, L and R take in the gradients of the steps in which roots are made, and
@@ -156,7 +116,7 @@ class Roots(torch.optim.Optimizer):
             state["left"] = g.new_zeros(math.ceil(m / rows), rows, rows)
             state["right"] = g.new_zeros(math.ceil(n / cols), cols, cols)
         state["momentum"].lerp_(g, 1 - beta1)
-        due = is_due(step, group["update_every"])
+        due = is_refresh(step, group["update_every"])
         if due or not group["lazy"]:
             left, right = products(g[None], rows), products(g.mT[None], cols)
             if self.samples is not None and step <= self.sample_steps:

@@ -25,7 +25,7 @@ class NotPerSample(Exception):
     """Raised by a rule for a call whose per-sample gradients it cannot give; mini-batch curvature takes their place.
 
     Examples:
-        >>> class Picky(ngplus.capture.layers.LinearRule):
+        >>> class Picky(ngplus.layers.LinearRule):
         ...     def factors(self, module, inputs, grad, active, batch):
         ...         if grad.dim() > 2:
         ...             raise ngplus.layers.NotPerSample("sequences are not supported")
@@ -46,7 +46,7 @@ class LayerRule:
         ...     def forward(self, x):
         ...         return 2 * x @ self.matrix
         >>> @ngplus.register_layer(Doubled)
-        ... class DoubledRule(ngplus.capture.layers.LayerRule):
+        ... class DoubledRule(ngplus.layers.LayerRule):
         ...     def matrices(self, module):
         ...         return [ngplus.layers.MatrixSpec(("matrix",), ("turned",))]
         ...     def factors(self, module, inputs, grad, active, batch):
@@ -102,7 +102,7 @@ class Watcher:
     Examples:
         A rule for a module whose output is a tuple, its first element the result:
 
-        >>> class FirstOutput(ngplus.capture.layers.LinearRule):
+        >>> class FirstOutput(ngplus.layers.LinearRule):
         ...     def watch(self, module, watcher):
         ...         def build(inputs, grad, active, batch):
         ...             return self.factors(module, inputs, grad, active, batch)
@@ -153,9 +153,9 @@ def register_layer(*types: type[nn.Module] | str) -> Callable[[R], R]:
         >>> class Mixing(nn.Linear):
         ...     pass
         >>> @ngplus.register_layer(Mixing, "package.module.Mixing")
-        ... class MixingRule(ngplus.capture.layers.LinearRule):
+        ... class MixingRule(ngplus.layers.LinearRule):
         ...     pass
-        >>> type(ngplus.capture.layers.rule_for(Mixing(3, 2))).__name__
+        >>> type(ngplus.layers.rule_for(Mixing(3, 2))).__name__
         'MixingRule'
     """
 
@@ -172,7 +172,7 @@ def rule_for(module: nn.Module) -> LayerRule | None:
     """The rule of the nearest registered class that the module is an instance of.
 
     Examples:
-        >>> type(ngplus.capture.layers.rule_for(nn.Linear(3, 2))).__name__
+        >>> type(ngplus.layers.rule_for(nn.Linear(3, 2))).__name__
         'LinearRule'
         >>> ngplus.layers.rule_for(nn.LSTM(3, 2)) is None
         True

@@ -31,7 +31,7 @@ class NormRule(LayerRule):
         ...     def forward(self, x):
         ...         return (x - x.mean(-1, keepdim=True)) * self.weight + self.bias
         >>> @ngplus.register_layer(Centred)
-        ... class CentredRule(ngplus.capture.layers.NormRule):
+        ... class CentredRule(ngplus.layers.NormRule):
         ...     def normalized(self, module, x):
         ...         return x - x.mean(-1, keepdim=True)
         ...     def by_feature(self, module, x, batch):
