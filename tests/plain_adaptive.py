@@ -130,36 +130,3 @@ class PlainDefault(PlainTwoSided):
 
     def ahead(self, turned: Tensor) -> Tensor:
         return self.beta1 * self.m + (1 - self.beta1) * turned
-
-
-class PlainRated(PlainDefault):
-    """The same with rates of the directions, written out number by number."""
-
-    def __init__(self, gain: float) -> None:
-        super().__init__()
-        self.gain = gain
-        self.logs: list[list[float]] = []
-
-    def carry(self, left: Tensor, right: Tensor) -> None:
-        for i, share in enumerate((left[0], right[0])):
-            if len(self.logs[i]) == len(share):
-                self.logs[i] = [sum(float(s) * log for s, log in zip(row, self.logs[i], strict=True)) for row in share]
-
-    def factors(self, turned: Tensor, before: Tensor, t: int) -> Tensor:
-        g, m = turned[0], before[0]
-        root = second_moment(self.v, self.kind)[0].sqrt() + 1e-8 * (1 - self.beta2**t) ** 0.5
-        rows, cols = g.shape
-        whole = [[(i, j) for i in range(rows) for j in range(cols)]]
-        by_row = [[(i, j) for j in range(cols)] for i in range(rows)] if min(rows, cols) > 2 else whole
-        by_col = [[(i, j) for i in range(rows)] for j in range(cols)] if min(rows, cols) > 2 else whole
-        self.logs = self.logs or [[0.0] * len(by_row), [0.0] * len(by_col)]
-        for logs, parts in zip(self.logs, (by_row, by_col), strict=True):
-            for k, places in enumerate(parts):
-                both, one, other = (
-                    sum(float(a[p] * b[p] / root[p]) for p in places) for a, b in ((g, m), (g, g), (m, m))
-                )
-                rise = self.gain * both / (one * other) ** 0.5 if one * other > 0 else 0.0
-                rise = max(0.0, rise - 0.5 / t) if rise > 0 else rise
-                logs[k] = min(math.log(4), max(-math.log(4), logs[k] + rise))
-        row, col = (torch.tensor(logs).exp() for logs in self.logs)
-        return row[:, None] * col

@@ -155,7 +155,7 @@ def test_the_blocks_of_a_convolution_hold_whole_channels(layer: nn.Module, sizes
     assert optimizer.plan()["weight"].blocks == len(sizes)
 
 
-@pytest.mark.parametrize("options", [{}, {"curvature": "batch"}, {"second_moment": "full"}, {"drift": 0.1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"curvature": "batch"}, {"second_moment": "full"}], ids=str)
 def test_blocks_of_both_sides_of_every_kind_of_layer(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups, patches, sequences and a checkpoint on the way: with blocks as long as the sides it is the default."""
 

@@ -88,14 +88,12 @@ OPTIONS: list[dict[str, Any]] = [
     {"side": "smaller", "block_size": 3},
     {"second_moment": "full"},
     {"nesterov": False},
-    {"rate_gain": 0.15},
     {"curvature": "sample"},
     {"weight_decay": 0.1},
     {"weight_decay": 0.1, "decoupled_weight_decay": True},
     {"lr": torch.tensor(0.05)},
     {"grouped": True},
     {"early_refreshes": False},
-    {"background": 2},
 ]
 
 
@@ -121,7 +119,7 @@ def test_only_refreshes_go_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     "options",
-    [{"curvature": "batch"}, {"scaling": "inverse"}, {"graft": "sgd"}, {"drift": 0.1}, {"maximize": True}],
+    [{"curvature": "batch"}, {"scaling": "inverse"}, {"graft": "sgd"}, {"maximize": True}],
     ids=str,
 )
 def test_what_it_does_not_know_goes_the_long_way(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

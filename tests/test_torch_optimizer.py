@@ -93,7 +93,6 @@ def error_inputs(device: Any, dtype: Any) -> list[ErrorOptimizerInput]:
         "beta2": (-0.1, 1.0, nan),
         "gamma": (-0.1, infinity),
         "eps": (-1e-8, nan),
-        "rate_gain": (-0.1, nan),
         "update_every": (0, -1, 2.5, True),
         "block_size": (0, -3, 2.5),
         "samples": (0, 0.0, 1.5, -2),

@@ -26,13 +26,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # In float64: where two eigenvalues are close their eigenvectors follow the rounding, and Adam's step with them.
     "adaptive": {"scaling": "adaptive", "update_every": 3, "curvature": "momentum", "eps": 1e-4},
     "both": {"scaling": "adaptive", "update_every": 3, "side": "both", "eps": 1e-4},
-    "rates": {"scaling": "adaptive", "update_every": 3, "eps": 1e-4, "rate_gain": 0.15},
     "blocks of both": {"scaling": "adaptive", "update_every": 3, "eps": 1e-4},  # with short ones: see sizes()
     # In float32, what a newcomer gets, and the same with one side.
     "default": {"update_every": 3},
     "one side": {"update_every": 3, "side": "smaller", "curvature": "sample"},
-    "background": {"scaling": "inverse", "damping": 0.5, "update_every": 3, "background": 2},
-    "drift": {"scaling": "inverse", "damping": 0.5, "update_every": 2, "drift": 0.3},
 }
 
 

@@ -14,7 +14,6 @@ import ngplus
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "full": {"second_moment": "full"},
-    "rated": {"rate_gain": 0.15},
     "batch": {"curvature": "batch"},
     "inverse": {"scaling": "inverse"},
     "grafted": {"scaling": "inverse", "graft": "adam"},
@@ -122,25 +121,6 @@ def test_curvature_in_the_state_is_not_the_memory_of_the_gradient() -> None:
 
     for solver in ("woodbury", "sketched", "dense"):
         assert torch.equal(trained(True, solver), trained(False, solver))
-
-
-@pytest.mark.parametrize("how", ["copy", "save"])
-def test_a_copy_takes_up_what_the_background_is_at(how: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-    optimizer = ngplus.NGPlus(model, lr=0.05, background=2, update_every=4, early_refreshes=False)
-    for k in range(5):
-        step(model, optimizer, k)
-    assert optimizer._background.busy
-    twin, other = copy.deepcopy((model, optimizer))
-    if how == "save":
-        other = ngplus.NGPlus(twin, lr=0.05, background=2, update_every=4, early_refreshes=False)
-        other.load_state_dict(optimizer.state_dict())
-    for k in range(5, 10):
-        step(model, optimizer, k)
-        step(twin, other, k)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p, q)
 
 
 def test_parameters_in_another_order_are_refused() -> None:

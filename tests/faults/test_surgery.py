@@ -135,7 +135,7 @@ def test_two_optimizers_on_one_model_do_not_see_each_other() -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("options", [{}, {"background": 1}, {"curvature": "momentum"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"curvature": "momentum"}], ids=str)
 def test_nothing_keeps_model_or_optimizer_alive(options: dict[str, Any]) -> None:
     model = net()
     optimizer = ngplus.NGPlus(model, lr=0.01, update_every=2, **options)

@@ -208,7 +208,6 @@ def test_a_compiled_model_is_free_once_the_optimizer_is_gone() -> None:
     "options",
     [
         {"scaling": "adaptive"},
-        {"scaling": "adaptive", "rate_gain": 0.15},
         {"scaling": "inverse", "momentum": 0.9},
         {"scaling": "inverse", "curvature": "batch"},
     ],

@@ -61,7 +61,6 @@ OPTIONS = st.fixed_dictionaries(
         "samples": st.one_of(st.none(), st.integers(0, 9), numbers(0.5)),
         "second_moment": st.sampled_from(["factored", "full"]),
         "early_refreshes": st.booleans(),
-        "drift": st.one_of(st.none(), numbers(0.1)),
         "side": st.sampled_from(["auto", "smaller", "both", "left", "right"]),
         "solver": st.sampled_from(["auto", "dense", "woodbury", "sketched"]),
         "block_size": st.one_of(st.none(), st.integers(0, 7)),

@@ -20,8 +20,7 @@ from ngplus.utils.typing import Group, State
 _NEUTRAL: dict[str, Any] = {
     "damping_mode": "absolute", "curvature": "sample", "scaling": "inverse", "side": "smaller", "solver": "auto",
     "beta": 0.0, "gamma": None, "beta2": 0.0, "eps": 0.0, "samples": None, "sketch": None, "block_size": None,
-    "graft": None, "second_moment": "full", "rate_gain": 0.0, "early_refreshes": False, "background": False,
-    "drift": None, "seed": 0,
+    "graft": None, "second_moment": "full", "early_refreshes": False, "seed": 0,
 }  # fmt: skip
 
 

@@ -31,7 +31,6 @@ from ngplus.fisher.factors import outer_costs
 from ngplus.fisher.sketch import SketchSpec
 from ngplus.preconditioners.curvature import read
 from ngplus.preconditioners.eigenbasis import is_factored
-from ngplus.preconditioners.rates import has_directions
 from ngplus.utils.warnings import no_such_name
 
 EIGH = 9  # an eigendecomposition is about 9 d^3 FLOPs
@@ -283,10 +282,6 @@ def _row(
         moments = (
             moments // 2 + matrix.groups * partition.d + (partition.count if len(sides) == 1 else matrix.groups) * other
         )
-    if group["rate_gain"] and group["scaling"] == "adaptive":
-        blocks = partition.stacks if len(sides) == 1 else [(0, 1, partition.d)]
-        each = has_directions(blocks[0][2], other)
-        moments += matrix.groups * sum(count * (size + other if each else 2) for _, count, size in blocks)
     if solver == "woodbury":
         step = curved * rank * 4 * other + partition.count * 2 * rank * rank * other
         refresh = 2 * curved * rank * rank + partition.count * rank**3

@@ -221,10 +221,8 @@ class ReplicatedDistributor(Distributor):
         return id(matrix) in self._remote
 
     def shares(self, matrix: ParameterMatrix) -> bool:
-        """Does the owner send the inverse? A refresh in the background, or one that is timed by the drift of L, is made
-        by every rank for itself."""
-        group = self._groups[matrix.params[0]]
-        return not self.is_remote(matrix) and group["background"] is False and group["drift"] is None
+        """Does the owner send the inverse?"""
+        return not self.is_remote(matrix)
 
     def add_up(self, due: Sequence[tuple[ParameterMatrix, Sum]]) -> None:
         """To the owner; to all where each rank inverts for itself, or keeps the moving average."""

@@ -382,14 +382,6 @@ RIVALS: dict[str, Rival] = {
             {"lr": 0.01, "curvature": "batch"},
             {"lr": _ADAM_LR},
         ),
-        Rival(
-            "ngplus-rates",
-            "NG+, rates of the directions",
-            _NGPLUS,
-            _ngplus,
-            {"lr": 0.01, "rate_gain": 0.15},
-            {"lr": _ADAM_LR},
-        ),
     )
 }
 

@@ -128,7 +128,7 @@ class BaseOptimizer(MatrixOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """A refresh where one is due: every T steps, early, or by drift. Then W <- W - lr * direction, with weight
+        """A refresh where one is due: every T steps, or early. Then W <- W - lr * direction, with weight
         decay as in SGD and, where the scaling is "inverse", its momentum."""
         loss = None
         if closure is not None:
@@ -298,8 +298,7 @@ class BaseOptimizer(MatrixOptimizer):
         held = [dict(update.state) for update in updates]
         self._refresh_all(tasks)
         for (update, _, status), before in zip(tasks, held, strict=True):
-            if not status.later:
-                self._conclude(update, before, status)
+            self._conclude(update, before, status)
 
     def _conclude(self, update: MatrixUpdate, held: State, status: RefreshStatus) -> None:
         """After a refresh has brought new state: the last good one again where it failed, and the ledger."""

@@ -30,7 +30,7 @@ from ngplus.utils.warnings import no_such_name
 
 # Arguments that no group has for itself.
 OF_ALL = ("model", "batch_dim", "sample_index", "process_group", "distribution")
-OF_ALL_RANKS = ("momentum_buffer", "refreshed", "refresh_interval", "refresh_at")  # state that not only the owner has
+OF_ALL_RANKS = ("momentum_buffer", "refreshed")  # state that not only the owner has
 # Options that decide whether a matrix is due for a refresh.
 ARMING = ("step", "update_every", "early_refreshes", "scaling", "curvature", "side", "block_size", "sketch")
 

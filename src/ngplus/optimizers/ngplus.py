@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +19,8 @@ from ngplus.diagnostics.plan import Plan, plan_of
 from ngplus.distributed.collectives import Distributor, ReplicatedDistributor
 from ngplus.fisher.inverses import SMALL, Product
 from ngplus.optimizers import options
-from ngplus.optimizers.background import Background
 from ngplus.optimizers.base import BaseOptimizer, Direction, Directions, MatrixUpdate, Task, is_zero
 from ngplus.optimizers.binding import next_refresh
-from ngplus.optimizers.drifting import Drifting
 from ngplus.optimizers.gradients import captured_scale
 from ngplus.optimizers.step_cache import Share, StepCache
 from ngplus.optimizers.update import graft_length, with_length
@@ -89,10 +86,6 @@ class NGPlus(BaseOptimizer):
             gradient in its eigenbasis, m + n numbers, and no step is longer than lr a number in the root mean square;
             ``"full"``, all of them, as Adam does, without that bound. Vectors always have all, and the rows of sparse
             gradients one for each column, without it.
-        rate_gain: of ``scaling="adaptive"``, for a learning rate that cannot be tuned. With 0.15, say, each row and
-            each column of a matrix in its eigenbasis has a factor to it, from 1/4 to 4, whose logarithm rises by up to
-            0.15 a step while the gradient goes on along its average, and falls where it turns against it. Steps may
-            then be longer than ``second_moment`` says, and the rows of sparse gradients have no such factor. 0: none.
         samples: size or fraction of the random sub-sample S of the batch (of each micro-batch, and of that of each
             rank); None is the whole batch.
         side: ``"smaller"`` (left where m <= n), ``"left"`` or ``"right"``. With ``scaling="adaptive"`` also ``"both"``:
@@ -116,11 +109,6 @@ class NGPlus(BaseOptimizer):
             function of the model's inputs that returns the sample of each row, counted from 0, as a tensor [rows], or
             several such tensors; a layer whose input has as many rows in its batch dimension goes by it. It is called
             on refresh steps.
-        background: True makes the inverses and eigenbases of a refresh in the background, and takes them up when they
-            are ready; a number k, exactly k steps later, so that every run is the same. On several ranks True is 1.
-            ``state_dict()`` takes up early what is under way: runs are the same that save at the same steps.
-        drift: where given, a layer's refreshes come further apart as long as its curvature moves less than this from
-            one to the next (0.1: a tenth of it), up to 16 times ``update_every``, never closer than that.
         seed: of the sub-samples and sketches.
         process_group: the ranks that train the model together and average its gradients; of a DistributedDataParallel
             model its own.
@@ -149,7 +137,6 @@ class NGPlus(BaseOptimizer):
         beta2: float = 0.95,
         eps: float = 1e-8,
         second_moment: str = "factored",
-        rate_gain: float = 0.0,
         samples: int | float | None = None,
         side: str = "auto",
         solver: str = "auto",
@@ -160,8 +147,6 @@ class NGPlus(BaseOptimizer):
         batch_dim: BatchDims = 0,
         sample_index: SampleIndex | None = None,
         early_refreshes: bool | None = None,
-        background: bool | int = False,
-        drift: float | None = None,
         seed: int = 0,
         maximize: bool = False,
         process_group: ProcessGroup | None = None,
@@ -183,7 +168,6 @@ class NGPlus(BaseOptimizer):
             "beta2": beta2,
             "eps": eps,
             "second_moment": second_moment,
-            "rate_gain": rate_gain,
             "samples": samples,
             "side": side,
             "solver": solver,
@@ -192,8 +176,6 @@ class NGPlus(BaseOptimizer):
             "graft": graft,
             "loss_reduction": loss_reduction,
             "early_refreshes": early_refreshes,
-            "background": background,
-            "drift": drift,
             "seed": seed,
             "maximize": maximize,
         }
@@ -210,9 +192,6 @@ class NGPlus(BaseOptimizer):
 
     def _bound(self, uses: list[Use]) -> None:
         self._held: dict[int, CurvatureEstimate] = {}  # L of this step's refresh, for curvature() until the next step
-        self._drifting = Drifting()
-        self._background = Background()
-        self._statuses: dict[int, RefreshStatus] = {}  # what the background's refreshes meet
         self._shares: list[Share] | None = None  # of the last step, where the next may be like it
         self._step_cache: StepCache | None = None
 
@@ -222,14 +201,12 @@ class NGPlus(BaseOptimizer):
             state = self.state.get(matrix.params[0], {})
             if ("refreshed" in state or "basis" in state) and not self._curved(matrix):  # as a side was before
                 curvatures.clear(state, "basis", "spectrum", "curvature", *eigenbasis.MOMENTS)
-                curvatures.clear(state, "refreshed", "refresh_interval", "refresh_at")
+                curvatures.clear(state, "refreshed")
 
     def _curved(self, matrix: ParameterMatrix) -> bool:
         return bool(matrix.partition_of(self._group(matrix)).stacks)
 
     def _observe(self, update: MatrixUpdate) -> None:
-        if self._background.busy:
-            self._take_up_solved(update, self._delay(update))
         if update.group["curvature"] == "batch" and self._curved(update.matrix):
             estimate = curvatures.mini_batch(update.matrix, update.gradient, update.group, seed_of(update.group))
             curvatures.online(update.state, estimate, update.group)
@@ -253,20 +230,10 @@ class NGPlus(BaseOptimizer):
         """L or R and its inverse, or its eigenbasis."""
         at_once: list[tuple[MatrixUpdate, CurvatureEstimate, RefreshStatus]] = []
         for update, gathered, status in tasks:
-            matrix, group, state = update.matrix, update.group, update.state
             estimate = self._fresh(update, gathered, status)
             if estimate is None:
                 continue
-            fits = self._fits(matrix, group, state)
-            if group["drift"] is not None and fits:
-                self._drifting.note(matrix, curvatures.drift(state, estimate, group))
-            if group["background"] is not False and fits:
-                status.later = True
-                job = partial(curvatures.solved, estimate, dict(group), seed_of(group), status)
-                self._background.start(id(matrix), group["step"], matrix.params[0].device, job)
-                self._statuses[id(matrix)] = status
-            else:
-                at_once.append((update, estimate, status))
+            at_once.append((update, estimate, status))
         bases = curvatures.eigenbases([(f, t) for update, f, t in at_once if update.group["scaling"] == "adaptive"])
         for update, estimate, status in at_once:
             if update.group["scaling"] == "adaptive":
@@ -333,23 +300,6 @@ class NGPlus(BaseOptimizer):
             if not sharing.unchanged(state, new):
                 self._install(state, new, self._group(matrix))
 
-    def _take_up_solved(self, update: MatrixUpdate, delay: int | None) -> None:
-        """What the background has solved for this matrix, so many steps after it began, or where it is there."""
-        new = self._background.take(id(update.matrix), update.group["step"], delay)
-        if new is None:
-            return
-        held, status = dict(update.state), self._statuses.pop(id(update.matrix))
-        if self._curved(update.matrix):  # it may be so no more
-            self._install(update.state, new, update.group)
-            self._conclude(update, held, status)
-
-    def _delay(self, update: MatrixUpdate) -> int | None:
-        if self._due(update.matrix):
-            return 0  # the next refresh has come: what the last one brought is waited for
-        if update.group["background"] is not True:
-            return int(update.group["background"])
-        return 1 if self._many_ranks else None  # ranks are not ready at the same moment, but take it up in one step
-
     def _install(self, state: State, new: Solved, group: Group) -> None:
         """A refresh's result into the state, and out of it what other options than today's have left there."""
         if group["curvature"] == "sample":
@@ -359,21 +309,6 @@ class NGPlus(BaseOptimizer):
         else:
             curvatures.clear(state, "basis", "spectrum", *eigenbasis.MOMENTS, "adam_step")
         curvatures.install(state, new)
-
-    def _due(self, matrix: ParameterMatrix) -> bool:
-        group = self._group(matrix)
-        if group["drift"] is None:
-            return super()._due(matrix)
-        held = self.state.get(matrix.params[0], {})
-        if "refresh_at" not in held or not self._curved(matrix):
-            return super()._due(matrix)
-        return group["step"] >= held["refresh_at"] or not self._fitted(matrix)
-
-    def _advance(self) -> None:
-        if any(group["drift"] is not None for group in self.param_groups):
-            due = [m for m in self._matrices if self._group(m)["drift"] is not None and self._due(m)]
-            self._drifting.schedule([(m, self._group(m), self.state.get(m.params[0])) for m in due], self._distributors)
-        super()._advance()
 
     def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
         keys = ("basis",) if group["scaling"] == "adaptive" else ("inverse", "factor")
@@ -440,9 +375,9 @@ class NGPlus(BaseOptimizer):
         shares, self._shares = self._shares, None
         if self._step_cache is not None or shares is None or not again or self._skip is not None or self._initialising:
             return
-        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or self._background.busy:
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return
-        plain = all(g["curvature"] != "batch" and g["drift"] is None and g["step"] > 1 for g in self.param_groups)
+        plain = all(g["curvature"] != "batch" and g["step"] > 1 for g in self.param_groups)
         if plain and not any(map(self._due, self._matrices)):
             until = [next_refresh(group) for group in self.param_groups]
             self._step_cache = StepCache.of(shares, self.param_groups, until, self._option_names, list(self._names))
@@ -536,28 +471,15 @@ class NGPlus(BaseOptimizer):
         return Curvature(matrix.side(group["side"]), dense[0] if matrix.groups == 1 else dense)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim. What the background is still at is waited for, and taken up first."""
-        self._finish_background()
+        """As in torch.optim."""
         for matrix in self._matrices:  # a distributed checkpoint may be loaded where others are kept: it looks for all
             state = self.state.get(matrix.params[0], {})
             if "inverse" in state:
                 curvatures.add_placeholders(state, self._group(matrix))
         return super().state_dict()
 
-    def _finish_background(self) -> None:
-        for matrix in self._matrices if self._background.busy else ():
-            if matrix.params[0] in self.state:
-                self._take_up_solved(MatrixUpdate(matrix, self._group(matrix), self.state[matrix.params[0]], []), 0)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy, too, takes up what the background is still at."""
-        self._finish_background()
-        return super().__getstate__()
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch.optim, but curvature keeps its own precision whatever the parameters' dtype."""
         self._shares = self._step_cache = None
         super().load_state_dict(state_dict)
         self._held.clear()
-        self._background.drop()
-        self._statuses.clear()

@@ -55,7 +55,6 @@ def check(options: Mapping[str, Any]) -> None:
     number("beta", options["beta"], top=1.0)
     number("beta2", options["beta2"], top=1.0, open_top=True)
     number("eps", options["eps"])
-    number("rate_gain", options["rate_gain"])
     if options["gamma"] is not None:
         number("gamma", options["gamma"])
     for name in ("update_every", "block_size"):
@@ -66,10 +65,6 @@ def check(options: Mapping[str, Any]) -> None:
     for name in ("nesterov", "early_refreshes", "decoupled_weight_decay", "maximize"):
         if not isinstance(options[name], bool):
             raise ValueError(f"Invalid {name}: {options[name]!r} (True or False)")
-    if not isinstance(options["background"], bool):
-        whole("background", options["background"])
-    if options["drift"] is not None:
-        number("drift", options["drift"], top=1.0)
     samples = options["samples"]
     if isinstance(samples, float):
         if not 0.0 < samples <= 1.0:
@@ -118,7 +113,7 @@ def without_effect(given: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
     if adaptive:
         idle.add("solver")
     else:
-        idle |= {"rate_gain", "second_moment"} | (set() if given["graft"] == "adam" else {"beta2", "eps"})
+        idle |= {"second_moment"} | (set() if given["graft"] == "adam" else {"beta2", "eps"})
     named = [name for name in usual if name in idle and given[name] is not usual[name] and given[name] != usual[name]]
     beside = f"scaling={given['scaling']!r} and curvature={curvature!r}"
     return f"{', '.join(named)} {'changes' if len(named) == 1 else 'change'} nothing with {beside}" if named else ""

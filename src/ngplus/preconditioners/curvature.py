@@ -14,12 +14,10 @@ damping                      lambda of the last refresh                         
 basis, spectrum              Q and w of L = Q diag(w) Q^T                         scaling "adaptive"
 exp_avg, exp_avg_sq          Adam's two moments in the basis                      scaling "adaptive"
 exp_avg_sq_row, _col         the second's means over rows and over columns        second_moment "factored"
-rate_row, rate_col           the logarithms of the factors to the learning rate   rate_gain
 adam_step                    the steps that they have seen                        scaling "adaptive"
 floor                        the rounding of their roots at the last refresh      scaling "adaptive"
 graft_exp_avg, ..._sq, _step Adam's moments of the plain gradient                 graft "adam"
 refreshed                    what the last refresh was made for, as a number      all
-refresh_interval, _at        steps between refreshes, and the step of the next    drift
 ============================ ==================================================== =========================
 
 A tensor is a stack [groups * blocks, p, ...]; where the last block is smaller, or where both sides are curved, the
@@ -212,36 +210,6 @@ def install(state: State, new: Solved) -> None:
             write(state, key, [x.contiguous() for x in value])
         else:
             state[key] = value
-
-
-def drift(state: State, estimate: CurvatureEstimate, group: Group) -> Tensor:
-    """How far the curvature has moved since the last refresh; 0 is not at all.
-
-    Adaptive scaling: the part of |L|^2 that lies off the diagonal in the old basis, 1 at most. Inverse: how far the old
-    inverse is from inverting the new matrix on its own columns, |(lambda I + L) (lambda I + L_old)^-1 X - X| / |X| with
-    X = L, or X = U where L = U U^T; above 1 where L has grown.
-    """
-    if group["scaling"] == "adaptive":
-        turned = [q.mT @ m @ q for q, m in zip(read(state, "basis") or [], estimate.dense(), strict=True)]
-        whole = _energy(turned)
-        return 1 - _energy([t.diagonal(dim1=-2, dim2=-1) for t in turned]) / whole.clamp_min(_tiny(whole))
-    columns = estimate.matrices if estimate.matrices is not None else estimate.roots
-    assert columns is not None
-    solutions = apply(state, columns, group)
-    products = [
-        m @ y if estimate.matrices is not None else m @ (m.mT @ y) for m, y in zip(columns, solutions, strict=True)
-    ]
-    rest = [state["damping"] * y + p - x for y, p, x in zip(solutions, products, columns, strict=True)]
-    whole = _energy(columns)
-    return (_energy(rest) / whole.clamp_min(_tiny(whole))).sqrt()
-
-
-def _energy(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([t.square().sum() for t in tensors]).sum()
-
-
-def _tiny(like: Tensor) -> float:
-    return torch.finfo(like.dtype).tiny
 
 
 def _sketch(group: Group, root: Tensor, seed: int) -> Sketch:

@@ -8,8 +8,7 @@ turns the step back. The GFIM gives the directions, the gradients' own second mo
 matrix are nearly a product of the two, and the mean of a row is known after fewer steps than each of its numbers. But
 for few gradients, which have little but their diagonal there, the product is far too small away from the largest, so
 such a step is held to the length that Adam's first one has. Where L is made anew, the first moment is carried over by
-P = Q_new^T Q_old, the second by P * P, elementwise. With ``rate_gain`` the step is multiplied by the rates of its rows
-and columns (:mod:`ngplus.preconditioners.rates`), which are carried over like the second moment's means.
+P = Q_new^T Q_old, the second by P * P, elementwise.
 """
 
 from __future__ import annotations
@@ -24,14 +23,13 @@ from ngplus.fisher import inverses
 from ngplus.fisher.blocks import BlockPartition
 from ngplus.preconditioners.buckets import Bucket, alone, bundled
 from ngplus.preconditioners.curvature import TAILS, clear, read, write
-from ngplus.preconditioners.rates import RATES, Following, Pair, has_directions, no_rates
 from ngplus.utils.typing import Group, State
 
 NOISE = 100.0  # a root of a second moment below this many roundings of the root of the layer's mean one is noise
 FULL_STEP = 1.0  # the root mean square of plain Adam's first step, before the learning rate: no factored one is longer
 PIECE = 2**18  # numbers of the matrices whose moments change in the same calls: a few times that fits into a cache
 SECOND = ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")  # the second moment: in full, or its means
-MOMENTS = ("exp_avg", *SECOND, *RATES, "floor")  # all that is of one basis
+MOMENTS = ("exp_avg", *SECOND, "floor")  # all that is of one basis
 
 
 def carry_moments(state: State, new: Sequence[Tensor], group: Group) -> None:
@@ -49,10 +47,10 @@ def carry_moments(state: State, new: Sequence[Tensor], group: Group) -> None:
         for key, moments, each in (("exp_avg", first, turns), ("exp_avg_sq", full, shares)):
             if moments is not None:
                 write(state, key, [_out_of(p, m.to(p[0][0])) for p, m in zip(each, moments, strict=True)])
-        for key in ("exp_avg_sq_row", "rate_row"):
+        for key in ("exp_avg_sq_row",):
             if (rows := read(state, key)) is not None and rows[0].shape[-2] == held[0].shape[-2]:
                 write(state, key, [_along(p[0], row.to(p[0][0])) for p, row in zip(shares, rows, strict=True)])
-        for key in ("exp_avg_sq_col", "rate_col"):
+        for key in ("exp_avg_sq_col",):
             if (cols := read(state, key)) is not None and cols[0].shape[-1] == held[0].shape[-1]:
                 write(state, key, [_across(c.to(p[0][0]), p[1]) for p, c in zip(shares, cols, strict=True)])
     second = read(state, "exp_avg_sq") or read(state, "exp_avg_sq_row")
@@ -112,7 +110,6 @@ class _Piece:
         self._out_of: list[Bases] = []
         self._first: list[Tensor] = []
         self._second: list[Tensor | Pair] = []
-        self._rates: list[Pair] = []
         self._lengths = [len(bucket.stacks) for bucket in buckets]
         self.length = sum(self._lengths)
         for bucket in buckets:
@@ -120,7 +117,6 @@ class _Piece:
             first, second = _moments(bucket.state, bucket.stacks, group)
             self._first += first
             self._second += second
-            self._rates += _rates(bucket, group)
         self._into = [(_turned(one), _turned(other)) for one, other in self._out_of]
         self._full = [i for i, v in enumerate(self._second) if isinstance(v, Tensor)]
         self._factored = [i for i, v in enumerate(self._second) if not isinstance(v, Tensor)]
@@ -136,7 +132,6 @@ class _Piece:
         turned = [_across(_along(one, g), other) for (one, other), g in zip(self._into, gradients, strict=True)]
         counts = [n for b, length in zip(self.buckets, self._lengths, strict=True) for n in [b.count()] * length]
         squares = self._take_in_squares(turned, 1 - beta2)
-        following = Following(self._rates, turned, self._first) if self._rates else None
         torch._foreach_lerp_(self._first, turned, 1 - beta1)
         if group["nesterov"]:
             ahead = list(torch._foreach_lerp(self._first, turned, 1 - beta1))
@@ -148,9 +143,6 @@ class _Piece:
         denominators = self._denominators(roots, group, squares)
         torch._foreach_div_(ahead, denominators)
         self._scale(ahead, [root / (1 - beta1**count) for root, count in zip(roots, counts, strict=True)])
-        if following is not None:
-            following.move(denominators, counts, group["rate_gain"])
-            following.scale(ahead)
         if self._own:
             torch._foreach_copy_(self._own, self._rows)
         return [_across(_along(one, s), other) for (one, other), s in zip(self._out_of, ahead, strict=True)]
@@ -222,7 +214,7 @@ def _kept(state: State, stacks: list[Tensor], group: Group) -> list[str]:
     """The names of what a matrix keeps between steps: bases and moments."""
     second = SECOND[1:] if is_factored(group, *stacks[0].shape[-2:]) else SECOND[:1]
     bases = [name for tail in TAILS if (name := "basis" + tail) in state]
-    return [*bases, "exp_avg", *second, *(RATES if group["rate_gain"] else ())]
+    return [*bases, "exp_avg", *second]
 
 
 def _weights(like: Tensor) -> Pair:
@@ -316,26 +308,9 @@ def _moments(state: State, stacks: list[Tensor], group: Group) -> tuple[list[Ten
     return first, list(zip(*second, strict=True)) if factored else list(second[0])
 
 
-def _rates(bucket: Bucket, group: Group) -> list[Pair]:
-    """The rates of each stack, made anew where they are not there or of another shape; none where none are wanted."""
-    state, stacks = bucket.state, bucket.stacks
-    if not group["rate_gain"]:
-        for own in bucket.states:
-            clear(own, *RATES)
-        return []
-    for key, wanted in zip(RATES, zip(*no_rates(stacks), strict=True), strict=True):
-        held = read(state, key)
-        if held is None or not _same_shapes(held, wanted):
-            write(state, key, wanted)
-        elif held[0].dtype != wanted[0].dtype:  # the model was cast
-            write(state, key, [rates.to(wanted[0].dtype) for rates in held])
-    rows, cols = (read(state, key) or [] for key in RATES)
-    return list(zip(rows, cols, strict=True))
-
-
 def is_factored(group: Group, rows: int, cols: int) -> bool:
     """Are means kept for the second moment? Not where there are one or two rows or columns: nothing is saved there."""
-    return group["second_moment"] == "factored" and has_directions(rows, cols)
+    return group["second_moment"] == "factored" and min(rows, cols) > 2
 
 
 def _floor(state: State, second: Sequence[Tensor], group: Group) -> Tensor:
@@ -347,6 +322,7 @@ def _floor(state: State, second: Sequence[Tensor], group: Group) -> Tensor:
     return NOISE * torch.finfo(mean.dtype).eps * mean.sqrt()
 
 
+Pair = tuple[Tensor, Tensor]  # what each row has, [.., p, 1], and each column, [.., 1, D]
 Blocks = Sequence[Tensor]  # of one side: the bases of its blocks, or the one of the whole side; none where it is flat
 # Of the first curved side, blocks of one size in a stack; of the other one, where that is curved, too, each by itself,
 # [groups, p, p]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ngplus.capture.matrices import ParameterMatrix
-from ngplus.distributed.collectives import Distributor, ReplicatedDistributor, pack, unpack
+from ngplus.distributed.collectives import ReplicatedDistributor, pack, unpack
 from ngplus.preconditioners import curvature as curvatures
 from ngplus.preconditioners.curvature import CurvatureEstimate, Solved
 from ngplus.utils.finite import RefreshStatus
@@ -73,13 +73,3 @@ def unchanged(state: State, new: Solved) -> bool:
     if [(o.shape, o.dtype, o.device) for o in old] != [(q.shape, q.dtype, q.device) for q in basis if q is not None]:
         return False
     return bool(old) and all(map(torch.equal, old, basis))
-
-
-def tell_all(distributor: Distributor, matrices: Sequence[ParameterMatrix], numbers: dict[int, float]) -> None:
-    """Numbers that the matrices' owners know, by the id of the matrix, for all ranks of a team."""
-    if not matrices:
-        return
-    known = [(numbers[id(m)], 1.0) if distributor.owns(m) and id(m) in numbers else (0.0, 0.0) for m in matrices]
-    table = torch.tensor(known, dtype=torch.float64, device=matrices[0].params[0].device)
-    distributor.agree(table)
-    numbers.update({id(m): value for m, (value, owners) in zip(matrices, table.tolist(), strict=True) if owners})

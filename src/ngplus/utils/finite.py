@@ -87,7 +87,6 @@ class RefreshStatus:
     dropped: Tensor | None = None  # L is not finite
     retried: Tensor | None = None  # it did not factorise at once
     plain: Tensor | None = None  # nor with more damping, nor in float64: the plain gradient step
-    later: bool = False  # the refresh goes on in the background
 
     def add(self, kind: str, flag: Tensor) -> None:
         held = getattr(self, kind)

@@ -19,7 +19,7 @@ _PLACES = {
     for number, name in enumerate(
         (
             *("ngplus", "sgd", "adamw", "soap", "ngplus-paper", "muon", "shampoo", "kfac", "adam"),
-            *("ngplus-one-side", "seng", "lars", "adagrad", "ngplus-batch", "ngplus-sample", "ngplus-rates"),
+            *("ngplus-one-side", "seng", "lars", "adagrad", "ngplus-batch", "ngplus-sample"),
         )
     )
 }
