@@ -229,6 +229,15 @@ CONFIGS: dict[str, Config] = {
     "kfac": Config({"lr": 0.05, "damping": 0.3, "update_every": 4}, convolutions, IMAGES, make=ngplus.baselines.KFAC),
     "seng": Config({"lr": 0.05, "damping": 0.3, "update_every": 4}, convolutions, IMAGES, make=ngplus.baselines.SENG),
     "preconditioner": Config(paper(), make=Preconditioned),
+    # NGAdam
+    "ngadam": Config({"lr": 0.02}, make=ngplus.NGAdam),
+    "ngadam convolutions": Config({"lr": 0.02}, convolutions, IMAGES, make=ngplus.NGAdam),
+    "ngadam tied": Config({"lr": 0.02}, Transformer, TOKENS, make=ngplus.NGAdam),
+    "ngadam sparse": Config(
+        {"lr": 0.02, "weight_decay": 0.0}, lambda: Tables(sparse=True), Seeded(5, top=13), make=ngplus.NGAdam
+    ),
+    "ngadam two ranks": Config({"lr": 0.02}, train="two ranks", make=ngplus.NGAdam),
+    "ngadam fsdp2": Config({"lr": 0.02}, train="fsdp2", make=ngplus.NGAdam),
 }
 IN_RANKS = ("two ranks", "fsdp2")
 

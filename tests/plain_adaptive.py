@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import reference as ref
 import torch
 from linear_cases import LAMBDA

@@ -10,6 +10,7 @@ from ngplus.diagnostics.health import Health, HealthWarning, LayerHealth
 from ngplus.diagnostics.load import Load
 from ngplus.diagnostics.plan import Plan, PlanRow
 from ngplus.online import OnlineNGPlus
+from ngplus.optimizers.ngadam import NGAdam
 from ngplus.optimizers.ngplus import NGPlus
 from ngplus.optimizers.preconditioner import Preconditioner
 from ngplus.preconditioners.curvature import Curvature
@@ -25,6 +26,7 @@ __all__ = [
     "HealthWarning",
     "LayerHealth",
     "Load",
+    "NGAdam",
     "NGPlus",
     "OnlineNGPlus",
     "Plan",

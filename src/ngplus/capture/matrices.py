@@ -49,6 +49,7 @@ class ParameterMatrix:
         self.reason = ""  # why the source is the mini-batch
         self.missed = False  # the last refresh had nothing captured, and took the mini-batch in its place
         self.sparse = False  # its gradients may be sparse
+        self.fixed_partition: BlockPartition | None = None  # in place of what the options of a group say
         # Of sharded parameters (ngplus.distributed.sharded):
         self.managed: list[Any] = []  # FSDP2's own record of each: in the graph other tensors stand for them
         self.counted = True  # this rank counts the samples of its capture
@@ -143,6 +144,8 @@ class ParameterMatrix:
 
         The paper's scaling, blocks and a sketch go with one side, and there "auto" is the smaller one.
         """
+        if self.fixed_partition is not None:
+            return self.fixed_partition
         wanted, block_size = group["side"], group["block_size"]
         one_side = group["scaling"] == "inverse" or block_size is not None or group["sketch"] is not None
         if wanted == "auto" and one_side:
@@ -182,6 +185,16 @@ class Use:
         """Where the use's columns lie in the matrix."""
         layout, parts = self.matrix.layout, self.matrix.parts
         return [c for part in self.parts if part in parts for c in layout.columns(parts.index(part))]
+
+
+def separate(matrix: ParameterMatrix) -> list[ParameterMatrix]:
+    """A matrix for each of the parameters."""
+    parts = []
+    for name, param, kind in zip(matrix.names, matrix.params, matrix.kinds, strict=True):
+        part = ParameterMatrix([name], [param], [kind], matrix.groups, matrix.source)
+        part.lookup, part.sparse = matrix.lookup, matrix.sparse
+        parts.append(part)
+    return parts
 
 
 def lone_matrix(name: str, param: nn.Parameter) -> ParameterMatrix:

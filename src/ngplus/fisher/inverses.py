@@ -213,6 +213,24 @@ def eigenbasis(matrix: Tensor, status: RefreshStatus | None = None) -> tuple[Ten
     return matrix.diagonal(dim1=-2, dim2=-1).clone(), torch.eye(d).to(matrix).expand_as(matrix).clone()
 
 
+def inverse_root(matrix: Tensor, damping: Tensor, status: RefreshStatus | None = None) -> Tensor:
+    """(L + lambda I)^(-1/2) of a stack [blocks, p, p], with ``damping`` [blocks, 1, 1].
+
+    Where float32 does not converge, float64 is tried; then the root is that of the diagonal.
+    """
+    attempts = dict.fromkeys((matrix.dtype, wide(matrix)))
+    for i, dtype in enumerate(attempts, 1):
+        try:
+            values, vectors = torch.linalg.eigh(matrix.to(dtype))
+        except RuntimeError:  # LinAlgError
+            if status is not None:
+                status.add("retried" if i < len(attempts) else "plain", torch.ones((), dtype=torch.bool))
+            continue
+        scaled = vectors * (values.clamp_min(0).unsqueeze(-2) + damping).rsqrt()
+        return (scaled @ vectors.mT).to(matrix.dtype)
+    return torch.diag_embed((matrix.diagonal(dim1=-2, dim2=-1).clamp_min(0) + damping[..., 0]).rsqrt())
+
+
 def eigenbases(tasks: Sequence[tuple[Tensor, RefreshStatus | None]]) -> Iterator[tuple[Tensor, Tensor]]:
     """The same for many stacks of matrices, in their order. Small ones of one size are one stack, in fewer calls. Where
     one of a stack meets trouble, each is taken by itself."""

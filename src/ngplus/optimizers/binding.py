@@ -118,6 +118,10 @@ class MatrixOptimizer(Optimizer):
         """Is there curvature, of the size and precision that the matrix has at present?"""
         raise NotImplementedError
 
+    def _collect(self, params: Mapping[nn.Parameter, str]) -> tuple[list[ParameterMatrix], list[Use]]:
+        """The matrices that these parameters form, and the modules' uses of them that the capture watches."""
+        return collect(self._model, params)
+
     def _bound(self, uses: list[Use]) -> None:
         """After parameters have been bound to matrices."""
 
@@ -148,7 +152,7 @@ class MatrixOptimizer(Optimizer):
         self._names = names
         self._of_param: dict[nn.Parameter, Group] = {p: group for group in self.param_groups for p in group["params"]}
         # Empty parameters have no matrix and no step.
-        self._matrices, uses = collect(self._model, {p: name for p, name in names.items() if p.numel() > 0})
+        self._matrices, uses = self._collect({p: name for p, name in names.items() if p.numel() > 0})
         self._of_matrix = {id(matrix): self._of_param[matrix.params[0]] for matrix in self._matrices}
         # A matrix that has an owner keeps it: its curvature is there.
         old: list[Distributor] = self.__dict__.get("_distributors", [])

@@ -22,7 +22,7 @@ from torch import Tensor
 from ngplus.utils.dtensor import is_dtensor, local
 
 VERSION = 4
-NEEDED = ("lr", "damping", "update_every", "step")  # in the groups of NG+ and its rivals, and in no other optimizer's
+NEEDED = ("lr", "update_every", "step")  # in the groups of these optimizers, and of none of torch's
 
 
 def check(

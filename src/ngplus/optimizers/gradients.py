@@ -33,7 +33,8 @@ def gradient_parts(
             )
         first = first.coalesce()
         one_sided = len(matrix.partition_of(group).sides("right")) == 1
-        if len(grads) == 1 and one_sided and matrix.side(group["side"]) == "right" and matrix.kinds[0] == "rows":
+        right = matrix.fixed_partition is not None or matrix.side(group["side"]) == "right"
+        if len(grads) == 1 and one_sided and right and matrix.kinds[0] == "rows":
             rows = first.indices()
         grads[0] = first.values().flatten(1) if rows is not None else first.to_dense()
     if rows is not None:

@@ -1,0 +1,255 @@
+"""NGAdam: both sides of the natural gradient in matrix form at once, with Adam's scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim.optimizer import ParamsT
+
+from ngplus.capture.accumulator import Accumulator
+from ngplus.capture.matrices import ParameterMatrix, Use, collect, separate
+from ngplus.diagnostics.plan import Plan, PlanRow, state_bytes, unless_frozen
+from ngplus.fisher.blocks import BlockPartition, NoPartition, TwoSidedPartition
+from ngplus.optimizers.base import BaseOptimizer, Direction, MatrixUpdate
+from ngplus.preconditioners.curvature import Curvature
+from ngplus.preconditioners.roots import AdamPreconditioner, RootsPreconditioner, RowsPreconditioner, block_size
+from ngplus.reference import is_refresh
+from ngplus.utils.finite import RefreshStatus
+from ngplus.utils.typing import Group, State
+from ngplus.utils.validation import number, whole
+
+
+class NGAdam(BaseOptimizer):
+    """NGAdam, natural gradient in matrix form with Adam's scale, for any PyTorch model.
+
+    For a matrix W with gradient G, and t the number of the step:
+
+        M <- beta1 M + (1 - beta1) G
+        N <- (beta1 M + (1 - beta1) G) / (1 - beta1^t)                            Nesterov's momentum
+        every update_every steps, with w = beta2^(steps since the last one):
+            L <- w L + (1 - w) G G^T,    R <- w R + (1 - w) G^T G
+        D <- sqrt(tr L) (L + lambda I)^(-1/2) N (R + lambda I)^(-1/2)
+        D <- D / max(1, rms(D) / 0.3)
+        W <- (1 - lr weight_decay) W - lr D
+
+    lambda is a hundredth of the mean eigenvalue of L, and of R; both are divided by 1 - beta2^t. Sides of more than 160
+    rows fall into blocks of up to 128. Tables of embeddings have diagonal L and R. Vectors have Adam's update with
+    Nesterov's momentum. The rows of sparse gradients have R alone, and no momentum.
+
+    Examples:
+        >>> model = nn.Linear(4, 2)
+        >>> optimizer = ngplus.NGAdam(model, lr=0.005)
+        >>> x, y = torch.randn(8, 4), torch.randint(2, (8,))
+        >>> for step in range(3):
+        ...     optimizer.zero_grad()
+        ...     loss = nn.functional.cross_entropy(model(x), y)
+        ...     loss.backward()
+        ...     optimizer.step()
+
+    Args:
+        params (Module or iterable): the model, or parameters, named parameters or parameter groups as in torch.optim.
+        lr (float or Tensor): learning rate (default: 5e-3).
+        betas (tuple[float, float]): coefficients of the moving averages of the gradient, and of L and R
+            (default: (0.9, 0.95)).
+        eps (float): added to the denominator of vectors (default: 1e-8).
+        weight_decay (float): decoupled weight decay, as in torch.optim.AdamW (default: 1e-2).
+        maximize (bool): maximize the objective (default: False).
+        update_every (int): T, steps between two refreshes of the roots; the first steps have more (default: 5).
+        model (Module): the module that the parameters belong to, where ``params`` is not a module. It tells tables,
+            grouped and transposed convolutions apart from other matrices (default: None).
+        process_group (ProcessGroup): the ranks that train the model together and average its gradients; of a
+            DistributedDataParallel model its own (default: None).
+        distribution (str): of replicated parameters. ``"communication"``: every rank works on all matrices, and nothing
+            is sent. ``"memory"``: one rank keeps the state of a matrix and sends its direction in every step
+            (default: ``"communication"``).
+    """
+
+    _own_keys = ()
+    _neutral: Mapping[str, Any] = {
+        "scaling": "adaptive", "momentum": 0.0, "nesterov": False, "decoupled_weight_decay": True, "graft": None,
+        "side": "auto", "curvature": "batch",
+    }  # fmt: skip
+
+    def __init__(
+        self,
+        params: nn.Module | ParamsT,
+        lr: float | Tensor = 5e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        update_every: int = 5,
+        model: nn.Module | None = None,
+        process_group: ProcessGroup | None = None,
+        distribution: str = "communication",
+    ) -> None:
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "update_every": update_every,
+        }
+        super().__init__(params, model, 0, defaults, process_group, distribution)
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        lr, betas = group["lr"], group["betas"]
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        number("learning rate", lr)
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise ValueError(f"Invalid betas: {betas!r} (two numbers)")
+        for i, beta in enumerate(betas):
+            number(f"beta parameter at index {i}", beta, top=1.0, open_top=True)
+        number("eps", group["eps"])
+        number("weight_decay", group["weight_decay"])
+        whole("update_every", group["update_every"])
+        if not isinstance(group["maximize"], bool):
+            raise ValueError(f"Invalid maximize: {group['maximize']!r} (True or False)")
+
+    def _captures(self, group: Mapping[str, Any]) -> bool:
+        return False
+
+    def _collect(self, params: Mapping[nn.Parameter, str]) -> tuple[list[ParameterMatrix], list[Use]]:
+        matrices = [part for matrix in collect(self._model, params)[0] for part in separate(matrix)]
+        for matrix in matrices:
+            matrix.fixed_partition = _partition(matrix)
+        return matrices, []
+
+    def _begin(self) -> None:
+        for matrix in self._matrices:
+            grad = matrix.params[0].grad
+            if grad is not None and grad.is_sparse and not matrix.sparse:
+                matrix.sparse = True  # of parameters without their module, the gradient is the first to tell
+                matrix.fixed_partition = _partition(matrix)
+
+    def _due(self, matrix: ParameterMatrix) -> bool:
+        group = self._group(matrix)
+        if not matrix.partition_of(group).stacks:
+            return False
+        return is_refresh(group["step"] + 1, group["update_every"]) or not self._fitted(matrix)
+
+    def _preconditioner(
+        self, matrix: ParameterMatrix, group: Group, state: State
+    ) -> RootsPreconditioner | RowsPreconditioner | AdamPreconditioner:
+        betas, partition = tuple(group["betas"]), matrix.partition_of(group)
+        if isinstance(partition, TwoSidedPartition):
+            return RootsPreconditioner(state, betas, partition.size, partition.other_size)
+        if partition.stacks:
+            return RowsPreconditioner(state, betas, partition.size)
+        return AdamPreconditioner(state, betas, group["eps"])
+
+    def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
+        layout = matrix.layout
+        own = self._preconditioner(matrix, group, state)
+        return own.fits(matrix.groups, layout.rows, layout.cols, matrix.dtype, matrix.params[0].device)
+
+    def _observe(self, update: MatrixUpdate) -> None:
+        """Begins the state, or casts it where the model was cast, and counts the step."""
+        state, gradient = update.state, update.gradient
+        for key, value in state.items():
+            if isinstance(value, Tensor) and (value.dtype, value.device) != (gradient.dtype, gradient.device):
+                state[key] = value.to(gradient)
+        if not self._fits(update.matrix, update.group, state):
+            for key in [key for key in state if key != "refreshed"]:
+                del state[key]
+            self._preconditioner(update.matrix, update.group, state).begin(gradient)
+        state["step"] += 1
+
+    def _refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
+        self._preconditioner(update.matrix, update.group, update.state).refresh(update.gradient, status)
+
+    def _direction(self, update: MatrixUpdate) -> Direction:
+        own = self._preconditioner(update.matrix, update.group, update.state)
+        return own.precondition(update.gradient), update.rows
+
+    def _initialised(self, group: Group, state: State) -> None:
+        state["step"] = 0
+        if "averaged" in state:
+            state["averaged"] = 0
+
+    # ---------------------------------------------------------------------------------------------- to look at
+
+    def plan(self) -> Plan:
+        """What each parameter gets: shape, blocks, bytes of state, FLOPs of a step and of a refresh.
+
+        Examples:
+            >>> plan = ngplus.NGAdam(nn.Linear(4, 2)).plan()
+            >>> plan["weight"].side, plan["bias"].side
+            ('both', 'none')
+        """
+        self._find_replicas()
+        rows = []
+        for matrix in self._matrices:
+            group, state = self._group(matrix), self.state.get(matrix.params[0], {})
+            rows.append(unless_frozen(_row(matrix, matrix.partition_of(group), state), matrix, state))
+        return Plan(tuple(rows))
+
+    def curvature(self, which: str | nn.Parameter) -> Curvature:
+        """The smaller one of L and R of a parameter, dense, by name or as it is: its moving average.
+
+        Examples:
+            >>> model = nn.Linear(4, 2)
+            >>> optimizer = ngplus.NGAdam(model)
+            >>> model(torch.randn(8, 4)).square().mean().backward()
+            >>> optimizer.step()
+            >>> side, matrix = optimizer.curvature("weight")
+            >>> side, tuple(matrix.shape)
+            ('left', (2, 2))
+        """
+        matrix = self._find(which)
+        state = self.state.get(matrix.params[0], {})
+        if "right" not in state:
+            raise RuntimeError(
+                f"{matrix.name!r} has no L or R here: vectors have none, the first step makes those of matrices, and "
+                "with sharded parameters or distribution='memory' the owner alone keeps them (see plan())"
+            )
+        side = "left" if "left" in state and matrix.layout.rows <= matrix.layout.cols else "right"
+        length = matrix.layout.rows if side == "left" else matrix.layout.cols
+        blocks = state[side] / (1 - self._group(matrix)["betas"][1] ** state["averaged"])
+        dense = torch.stack([torch.block_diag(*own)[:length, :length] for own in blocks.chunk(matrix.groups)])
+        return Curvature(side, dense[0] if matrix.groups == 1 else dense)
+
+
+def _partition(matrix: ParameterMatrix) -> BlockPartition:
+    """The blocks of both sides; of rows that come and go R's; of vectors none."""
+    groups, m, n = matrix.groups, matrix.layout.rows, matrix.layout.cols
+    if matrix.kinds[0] == "column" or min(m, n) == 0:
+        return NoPartition(groups, m, m)
+    if matrix.sparse:
+        return BlockPartition(groups, n, block_size(n, 1))
+    if matrix.lookup:
+        return TwoSidedPartition(groups, m, 1, n, 1)
+    return TwoSidedPartition(groups, m, block_size(m, n), n, block_size(n, m, matrix.layout.places))
+
+
+def _row(matrix: ParameterMatrix, partition: BlockPartition, state: State) -> PlanRow:
+    m, n, groups = matrix.layout.rows, matrix.layout.cols, matrix.groups
+    sides: Sequence[BlockPartition] = [own for _, own in partition.sides("left")]
+    both = len(sides) == 2
+    bytes_each = torch.finfo(matrix.dtype).bits // 8
+    elements = groups * m * n * (1 if sides else 2) + 2 * sum(own.elements for own in sides)
+    products = sum(2 * own.elements * (groups * m * n // own.d) // groups for own in sides)
+    return PlanRow(
+        name=matrix.name,
+        parameters=tuple(matrix.names),
+        shape=(m, n),
+        groups=groups,
+        source="batch" if sides else "none",
+        side="both" if both else "right" if sides else "none",
+        solver="root" if sides else "none",
+        blocks=partition.count if sides else 0,
+        form="mini-batch" if sides else "",
+        state_bytes=state_bytes(state) or elements * bytes_each,
+        step_flops=products,
+        refresh_flops=products + 9 * partition.cubes if sides else 0,
+        note="",
+        sparse=matrix.sparse,
+        parameter_bytes=sum(p.numel() * p.element_size() for p in matrix.params),
+    )

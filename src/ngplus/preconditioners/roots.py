@@ -1,0 +1,212 @@
+"""NGAdam's preconditioner: from L, R and the momentum M of a matrix to its direction
+
+    D = sqrt(tr L) (L + lambda I)^(-1/2) M (R + lambda I)^(-1/2)
+
+L and R are moving averages of G G^T and G^T G, with G the mini-batch gradient. Long sides fall into blocks, each with
+an L or R of its own; a side with blocks of one row has a diagonal L or R. With both sides diagonal, the update is that
+of Adafactor.
+
+========== ================================================ ===========================
+key        what                                             shape
+========== ================================================ ===========================
+exp_avg    M                                                [groups, m, n]
+left       L in blocks                                      [groups * blocks, p, p]
+right      R in blocks                                      [groups * blocks, q, q]
+left_root  sqrt(tr L) (L + lambda I)^(-1/2)                 as left
+right_root (R + lambda I)^(-1/2)                            as right
+step       steps that M has taken in                        a number
+averaged   the last of them that L and R have taken in      a number
+========== ================================================ ===========================
+
+References:
+    Gupta, Koren, Singer: Shampoo: Preconditioned Stochastic Tensor Optimization (2018).
+    Shazeer, Stern: Adafactor: Adaptive Learning Rates with Sublinear Memory Cost (2018): factored second moment, update
+    clipping.
+    Vyas et al.: SOAP: Improving and Stabilizing Shampoo using Adam (2024): Claim 1 relates the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ngplus.fisher.inverses import inverse_root
+from ngplus.utils.finite import RefreshStatus
+from ngplus.utils.typing import State
+
+DAMPING = 0.01  # lambda, as a part of the mean eigenvalue
+MAX_RMS = 0.3  # of a direction: it is usually 0.1 to 0.3, and a burst of gradients meets roots of earlier steps
+
+WHOLE = 160  # rows of a side that is one block
+BLOCK = 128  # rows of a block of a longer side, at most
+KERNEL_BLOCK = 144  # columns of a block of a convolution's inputs, at most: whole channels
+LONG, LONGER = 640, 5  # a side of more rows than that, and of so many times the other one's, has a diagonal L or R
+
+
+def block_size(length: int, other: int, unit: int = 1) -> int:
+    """Rows of a block of a side. Blocks of a convolution's inputs hold whole channels of ``unit`` columns."""
+    if length <= WHOLE:
+        return length
+    if length > LONG and length >= LONGER * other:
+        return 1
+    units = length // unit
+    blocks = ceil(units / max(1, (BLOCK if unit == 1 else KERNEL_BLOCK) // unit))
+    return unit * ceil(units / blocks)
+
+
+def row_blocks(x: Tensor, rows: int) -> Tensor:
+    """[groups, m, n] as [groups * blocks, rows, n], with zeros at the end where a block is not full."""
+    missing = -x.shape[-2] % rows
+    return (F.pad(x, (0, 0, 0, missing)) if missing else x).unflatten(-2, (-1, rows)).flatten(0, 1)
+
+
+def products(gradient: Tensor, rows: int) -> Tensor:
+    """G G^T in diagonal blocks, [groups * blocks, rows, rows]."""
+    blocks = row_blocks(gradient, rows)
+    return blocks.square().sum(-1, keepdim=True) if rows == 1 else blocks @ blocks.mT
+
+
+def multiply(root: Tensor, x: Tensor) -> Tensor:
+    """A block-diagonal matrix, in blocks [groups * blocks, rows, rows], times x [groups, m, n]."""
+    groups, m, _ = x.shape
+    if root.shape[-1] == 1:
+        return root.view(groups, m, 1) * x
+    return (root @ row_blocks(x, root.shape[-1])).unflatten(0, (groups, -1)).flatten(1, 2)[:, :m]
+
+
+@dataclass(frozen=True)
+class RootsPreconditioner:
+    """The direction of one matrix [groups, m, n], whose L has blocks of ``rows`` rows, and R of ``cols``."""
+
+    state: State
+    betas: tuple[float, float]
+    rows: int
+    cols: int
+
+    def precondition(self, gradient: Tensor) -> Tensor:
+        """Takes the gradient into M and returns D, before the learning rate. ``refresh`` comes first."""
+        state, beta1 = self.state, self.betas[0]
+        _, m, n = gradient.shape
+        state["exp_avg"].lerp_(gradient, 1 - beta1)
+        ahead = state["exp_avg"].lerp(gradient, 1 - beta1).div_(1 - beta1 ** state["step"])  # Nesterov's momentum
+        direction = multiply(state["left_root"], multiply(state["right_root"], ahead.mT).mT)
+        return clip(direction, (m * n) ** 0.5)
+
+    def refresh(self, gradient: Tensor, status: RefreshStatus) -> None:
+        """Takes the gradient into L and R, and makes their roots anew."""
+        state, beta2, (groups, m, n) = self.state, self.betas[1], gradient.shape
+        weight = 1 - beta2 ** (state["step"] - state["averaged"])
+        state["averaged"] = state["step"]
+        state["left"] = state["left"].lerp(products(gradient, self.rows), weight)
+        state["right"] = state["right"].lerp(products(gradient.mT, self.cols), weight)
+        left, right = (state[key] / (1 - beta2 ** state["step"]) for key in ("left", "right"))
+        trace = left.diagonal(dim1=-2, dim2=-1).reshape(groups, -1).sum(1).clamp_min(torch.finfo(left.dtype).tiny)
+        state["left_root"] = _root(left, DAMPING / m * trace, status) * _each(trace.sqrt(), left)
+        state["right_root"] = _root(right, DAMPING / n * trace, status)
+
+    def begin(self, gradient: Tensor) -> None:
+        """The state before the first step."""
+        groups, m, n = gradient.shape
+        self.state.update(step=0, averaged=0, exp_avg=torch.zeros_like(gradient))
+        self.state["left"] = gradient.new_zeros(groups * ceil(m / self.rows), self.rows, self.rows)
+        self.state["right"] = gradient.new_zeros(groups * ceil(n / self.cols), self.cols, self.cols)
+
+    def fits(self, groups: int, m: int, n: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """Is there a state of this shape and precision?"""
+        root, momentum = self.state.get("right_root"), self.state.get("exp_avg")
+        return (
+            root is not None
+            and momentum is not None
+            and momentum.shape == (groups, m, n)
+            and root.shape == (groups * ceil(n / self.cols), self.cols, self.cols)
+            and self.state["left"].shape[-1] == self.rows
+            and (root.dtype, root.device) == (momentum.dtype, momentum.device) == (dtype, device)
+        )
+
+
+@dataclass(frozen=True)
+class RowsPreconditioner:
+    """The direction of the rows [1, r, n] of a sparse gradient: D = G (R + lambda I)^(-1/2), with R the mean over rows.
+
+    Rows come and go: they have no momentum and no L, so that nothing of the table's size is kept.
+    """
+
+    state: State
+    betas: tuple[float, float]
+    cols: int
+
+    def precondition(self, gradient: Tensor) -> Tensor:
+        direction = multiply(self.state["right_root"], gradient.mT).mT
+        return clip(direction, max(1, gradient[0].numel()) ** 0.5)
+
+    def refresh(self, gradient: Tensor, status: RefreshStatus) -> None:
+        state, beta2, n = self.state, self.betas[1], gradient.shape[-1]
+        weight = 1 - beta2 ** (state["step"] - state["averaged"])
+        state["averaged"] = state["step"]
+        state["right"] = state["right"].lerp(products(gradient.mT, self.cols) / max(1, gradient.shape[1]), weight)
+        right = state["right"] / (1 - beta2 ** state["step"])
+        trace = right.diagonal(dim1=-2, dim2=-1).sum()[None].clamp_min(torch.finfo(right.dtype).tiny)
+        state["right_root"] = _root(right, DAMPING / n * trace, status)
+
+    def begin(self, gradient: Tensor) -> None:
+        self.state.update(step=0, averaged=0)
+        self.state["right"] = gradient.new_zeros(ceil(gradient.shape[-1] / self.cols), self.cols, self.cols)
+
+    def fits(self, groups: int, m: int, n: int, dtype: torch.dtype, device: torch.device) -> bool:
+        root = self.state.get("right_root")
+        shape = (ceil(n / self.cols), self.cols, self.cols)
+        return (
+            root is not None
+            and "exp_avg" not in self.state
+            and root.shape == shape
+            and (root.dtype, root.device) == (dtype, device)
+        )
+
+
+@dataclass(frozen=True)
+class AdamPreconditioner:
+    """Adam's direction with Nesterov's momentum, for vectors."""
+
+    state: State
+    betas: tuple[float, float]
+    eps: float
+
+    def precondition(self, gradient: Tensor) -> Tensor:
+        state, (beta1, beta2) = self.state, self.betas
+        state["exp_avg"].lerp_(gradient, 1 - beta1)
+        state["exp_avg_sq"].lerp_(gradient.square(), 1 - beta2)
+        ahead = state["exp_avg"].lerp(gradient, 1 - beta1).div_(1 - beta1 ** state["step"])
+        root = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt_()
+        return ahead.div_(root.add_(self.eps))
+
+    def refresh(self, gradient: Tensor, status: RefreshStatus) -> None:
+        """Nothing: second moments are taken in with each gradient."""
+
+    def begin(self, gradient: Tensor) -> None:
+        self.state.update(step=0, exp_avg=torch.zeros_like(gradient), exp_avg_sq=torch.zeros_like(gradient))
+
+    def fits(self, groups: int, m: int, n: int, dtype: torch.dtype, device: torch.device) -> bool:
+        found = [self.state.get(key) for key in ("exp_avg", "exp_avg_sq")]
+        return all(
+            x is not None and x.shape == (groups, m, n) and (x.dtype, x.device) == (dtype, device) for x in found
+        )
+
+
+def clip(direction: Tensor, root_of_count: float) -> Tensor:
+    """In place: a root mean square of ``MAX_RMS`` at most, of each group."""
+    rms = torch.linalg.vector_norm(direction, dim=(-2, -1), keepdim=True) / root_of_count
+    return direction.div_((rms / MAX_RMS).clamp_min_(1.0))
+
+
+def _root(x: Tensor, damping: Tensor, status: RefreshStatus) -> Tensor:
+    each = _each(damping, x)
+    return (x + each).rsqrt() if x.shape[-1] == 1 else inverse_root(x, each, status)
+
+
+def _each(numbers: Tensor, x: Tensor) -> Tensor:
+    """A number for each group as one for each of its blocks, [groups * blocks, 1, 1]."""
+    return numbers.repeat_interleave(len(x) // len(numbers)).view(-1, 1, 1)
