@@ -104,7 +104,8 @@ def test_every_argument_is_described(name: str) -> None:
     _, head, described = (inspect.getdoc(found) or "").partition("\nArgs:\n")
     if not head:
         return
-    names = {n.strip("* ") for line in re.findall(r"^    ([\w, ]+)(?: \([^)]*\))?:", described, re.M) for n in line.split(",")}
+    lines = re.findall(r"^    ([\w, ]+)(?: \([^)]*\))?:", described, re.M)  # name (type): meaning
+    names = {n.strip("* ") for line in lines for n in line.split(",")}
     missing = set(inspect.signature(found).parameters) - names
     assert not missing, f"{name} does not describe {sorted(missing)}"
 

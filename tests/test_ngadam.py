@@ -165,6 +165,15 @@ def test_resumes_where_it_was() -> None:
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
+def test_a_state_of_another_optimizer_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    own, other = ngplus.NGAdam(model), ngplus.NGPlus(model)
+    with pytest.raises(ValueError, match="not of NGAdam: its groups have no betas"):
+        own.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match="not of NGPlus: its groups have no damping"):
+        other.load_state_dict(own.state_dict())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_state_is_float32_for_parameters_of_16_bits(dtype: torch.dtype) -> None:
     model = nn.Linear(6, 4).to(dtype)

@@ -57,6 +57,7 @@ class MatrixOptimizer(Optimizer):
 
     _accumulator_type: type[Accumulator] = Accumulator
     _neutral: Mapping[str, Any] = {}  # values for the options of NG+ that a rival does not have
+    _needed: tuple[str, ...] = ("lr", "damping", "update_every", "step")  # options that tell a state of this optimizer
     _own_keys: tuple[str, ...] = ("momentum_buffer",)  # state that has the parameter's dtype; all else keeps its own
 
     def __init__(
@@ -298,7 +299,9 @@ class MatrixOptimizer(Optimizer):
 
         def check(_: Optimizer, given: dict[str, Any]) -> None:
             own = [[(self._names[p], p) for p in group["params"]] for group in self.param_groups]
-            checkpoints.check(given, own, type(self).__name__, lambda group: self._check(self._loaded(group)))
+            checkpoints.check(
+                given, own, type(self).__name__, lambda group: self._check(self._loaded(group)), self._needed
+            )
             seen.append(given)
 
         handle = self.register_load_state_dict_pre_hook(check)

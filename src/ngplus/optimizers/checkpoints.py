@@ -22,7 +22,6 @@ from torch import Tensor
 from ngplus.utils.dtensor import is_dtensor, local
 
 VERSION = 4
-NEEDED = ("lr", "update_every", "step")  # in the groups of these optimizers, and of none of torch's
 
 
 def check(
@@ -30,10 +29,12 @@ def check(
     params: Sequence[Sequence[tuple[str, Tensor]]],
     whose: str,
     check_options: Callable[[Mapping[str, Any]], None],
+    needed: Sequence[str],
 ) -> None:
     """ValueError, before anything is changed, for what is not a state_dict of this kind of optimizer and model.
 
-    ``params`` are the parameters of each group with their names, ``check_options`` refuses options that make no sense.
+    ``params`` are the parameters of each group with their names, ``check_options`` refuses options that make no
+    sense, ``needed`` are options that every group of this optimizer has.
     """
     groups, state = _parts(given, whose)
     if [len(group["params"]) for group in groups] != [len(own) for own in params]:
@@ -50,7 +51,7 @@ def check(
                 "by their places: give them in the order in which they were saved"
             )
     for group in groups:
-        missing = [key for key in NEEDED if key not in group]
+        missing = [key for key in needed if key not in group]
         if missing:
             raise ValueError(f"The state_dict is not of {whose}: its groups have no {', '.join(missing)}")
         version = group.get("state_version", 0)

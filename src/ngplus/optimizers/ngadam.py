@@ -68,6 +68,7 @@ class NGAdam(BaseOptimizer):
             (default: ``"communication"``).
     """
 
+    _needed = ("lr", "betas", "update_every", "step")
     _own_keys = ()
     _neutral: Mapping[str, Any] = {
         "scaling": "adaptive", "momentum": 0.0, "nesterov": False, "decoupled_weight_decay": True, "graft": None,
