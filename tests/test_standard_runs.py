@@ -47,6 +47,17 @@ def test_a_diverged_run_is_never_the_best(tool: ModuleType) -> None:
     assert tool.best_rate(accuracy) == 0.005
 
 
+def test_small_presets_go_by_the_steps_to_the_target(tool: ModuleType) -> None:
+    small = {"workload": "digits", "preset": "small"}  # whose target is an accuracy of 0.97
+    early = row(0.01, 0.975, **small, curve=[[5, 0.5], [10, 0.98], [15, 0.975]])
+    late = row(0.005, 0.99, **small, curve=[[5, 0.5], [10, 0.9], [15, 0.99]])
+    never = row(0.02, 0.9, **small, curve=[[5, 0.5], [15, 0.9]])
+    assert tool.best_rate([early, late, never]) == 0.01
+    assert tool.steps_to_target(never) == math.inf
+    runs = [{**one, "seed": seed, "optimizer": "adamw"} for one in (early,) for seed in (100, 0, 1)]
+    assert "| adamw | 10 |" in "\n".join(tool.target_table(runs, ["digits"], ["adamw"]))
+
+
 def test_steps_are_interpolated(tool: ModuleType) -> None:
     curve = [(100, 3.0), (200, 2.0), (300, 1.0)]
     assert tool.steps_to(curve, 1.5, False) == pytest.approx(250)

@@ -1,11 +1,11 @@
-"""Tunes and runs optimizers on the ``standard`` presets; makes the tables of docs/decision.md.
+"""Tunes and runs optimizers on the ``standard`` and ``small`` presets; makes the tables of docs/decision.md.
 
     python tools/standard_runs.py shakespeare qm9 --optimizers adamw muon --out runs.jsonl    # runs what is missing
     python tools/standard_runs.py --show --out runs.jsonl                                      # prints the tables
 
 Each optimizer gets four learning rates, each twice the last, on one seed. More rates are added until the best one has a
-neighbour on both sides. The best rate is then run on three other seeds. Every run is a line of JSON with its validation
-curve. A run that was interrupted is made again; all others are kept.
+neighbour on both sides. The best rate is then run on three other seeds. On the preset ``small``, the best rate is the one
+with the fewest steps to the workload's target. Every run is a line of JSON with its validation curve. A run that was interrupted is made again; all others are kept.
 """
 
 from __future__ import annotations
@@ -117,11 +117,19 @@ def best_rate(rows: Iterable[Row]) -> float:
     return float(min(tuning, key=badness)["lr"])
 
 
-def badness(row: Row) -> float:
-    """The final measure, turned so that less is better; a run that has diverged is worst."""
+def badness(row: Row) -> tuple[float, float]:
+    """Less is better: the final measure, on the preset ``small`` after the steps to the target. A run that has diverged
+    is worst."""
     if row["final"] is None:
-        return math.inf
-    return float(-row["final"] if higher_is_better(row["workload"]) else row["final"])
+        return math.inf, math.inf
+    steps = steps_to_target(row) if row["preset"] == "small" else 0.0
+    return steps, -row["final"] if higher_is_better(row["workload"]) else row["final"]
+
+
+def steps_to_target(row: Row) -> float:
+    target = workloads.get(row["workload"]).presets[row["preset"]].target
+    curve = [(step, math.nan if value is None else value) for step, value in row["curve"]]
+    return steps_to(curve, target, higher_is_better(row["workload"]))
 
 
 def higher_is_better(workload: str) -> bool:
@@ -202,7 +210,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 def tables(rows: list[Row]) -> list[str]:
     """Final measure, steps to the baseline's final measure, and steps to that of the best rival, of each optimizer."""
-    tasks = [w for w in WORKLOADS if compared(rows, w, BASELINE)]
+    tasks = [w for w in dict.fromkeys((*WORKLOADS, *(row["workload"] for row in rows))) if compared(rows, w, BASELINE)]
     if not tasks:
         return [f"{BASELINE}, which the others are compared with, has no runs on the seeds of the comparison yet"]
     names = list(dict.fromkeys(row["optimizer"] for row in rows))
@@ -233,7 +241,29 @@ def tables(rows: list[Row]) -> list[str]:
             own_steps = [share_of_budget(compared(rows, t, name), level(t)) for t in tasks]
             cells = [f"{value:.3f}" if value < math.inf else "not reached" for value in own_steps]
             lines.append(f"| {name} | " + " | ".join(cells) + f" | {geometric_mean(own_steps):.3f} |")
+    if rows[0]["preset"] == "small":
+        lines += target_table(rows, tasks, names)
     return lines + scores(rows, tasks, names)
+
+
+def target_table(rows: list[Row], tasks: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Steps to the workload's target: the mean over the seeds that reach it, and how many do."""
+    lines = [
+        "",
+        "Steps to the target",
+        "",
+        "| optimizer | " + " | ".join(tasks) + " |",
+        "| --- " * (len(tasks) + 1) + "|",
+    ]
+    for name in names:
+        cells = []
+        for task in tasks:
+            steps = [steps_to_target(row) for row in compared(rows, task, name)]
+            reached = [value for value in steps if value < math.inf]
+            mean = f"{statistics.mean(reached):.0f}" if reached else "not reached"
+            cells.append(mean if len(reached) in (0, len(steps)) else f"{mean} ({len(reached)} of {len(steps)})")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def scores(rows: list[Row], tasks: Sequence[str], names: Sequence[str]) -> list[str]:
