@@ -4,8 +4,9 @@
     python tools/standard_runs.py --show --out runs.jsonl                                      # prints the tables
 
 Each optimizer gets four learning rates, each twice the last, on one seed. More rates are added until the best one has a
-neighbour on both sides. The best rate is then run on three other seeds. On the preset ``small``, the best rate is the one
-with the fewest steps to the workload's target. Every run is a line of JSON with its validation curve. A run that was interrupted is made again; all others are kept.
+neighbour on both sides. The best rate is then run on three other seeds. On the preset ``small``, the best rate is the
+one with the fewest steps to the workload's target. Every run is a line of JSON with its validation curve. A run that
+was interrupted is made again; all others are kept.
 """
 
 from __future__ import annotations
