@@ -313,7 +313,7 @@ def test_sentences_are_padded_and_shifted(tmp_path: Path) -> None:
 def test_batches_of_tokens() -> None:
     random = np.random.default_rng(0)
     pairs = ([np.zeros(n) for n in random.integers(1, 30, 200)], [np.zeros(n) for n in random.integers(1, 30, 200)])
-    batches = translation.partition(pairs, 200, 25)
+    batches = translation.token_batches(pairs, 200, 25)
     kept = [k for k in range(200) if max(len(pairs[0][k]), len(pairs[1][k])) + 1 <= 25]
     assert sorted(k for batch in batches for k in batch) == kept
     for batch in batches:

@@ -211,7 +211,7 @@ def test_a_compiled_model_is_free_once_the_optimizer_is_gone() -> None:
         {"scaling": "inverse", "momentum": 0.9},
         {"scaling": "inverse", "curvature": "batch"},
     ],
-    ids=["adaptive", "rates", "inverse", "batch"],
+    ids=["adaptive", "inverse", "batch"],
 )
 def test_compiled_step_follows_schedules_without_recompilation(options: dict[str, Any]) -> None:
     """The step equals the eager one; once both kinds of step have been compiled, nothing is compiled again though

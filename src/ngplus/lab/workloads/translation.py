@@ -161,7 +161,7 @@ def pad(sentences: Sequence[np.ndarray[Any, Any]], first: int | None = None) -> 
     return out
 
 
-def cut(pairs: tuple[Tokens, Tokens], limit: int, longest: int) -> list[list[int]]:
+def token_batches(pairs: tuple[Tokens, Tokens], limit: int, longest: int) -> list[list[int]]:
     """Batches of sentence pairs of like length, up to ``limit`` tokens with padding on either side."""
     length = [(len(b) + 1, len(a) + 1, k) for k, (a, b) in enumerate(zip(*pairs, strict=True))]
     batches: list[list[int]] = [[]]
@@ -182,7 +182,7 @@ class TranslationTask(Task):
         self.corpus, self.options = corpus, preset.options
         self.smoothing = float(preset.options.get("label_smoothing", 0.0))
         self.longest = int(preset.options.get("longest", 256))
-        self.batches = cut(corpus.train, preset.batch_size, self.longest)
+        self.batches = token_batches(corpus.train, preset.batch_size, self.longest)
         if not self.batches[0]:
             raise DataError(f"No training sentence has at most {self.longest} tokens: --set longest=NUMBER allows more")
 
@@ -210,7 +210,7 @@ class TranslationTask(Task):
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         total, count = 0.0, 0
         with evaluating(model):
-            for index in cut(self.corpus.val, 4096, self.longest):
+            for index in token_batches(self.corpus.val, 4096, self.longest):
                 batch = self._sentences(self.corpus.val, index).to(device_of(model))
                 logits, labels = self.logits(model, batch).flatten(0, 1), batch.labels.flatten()
                 total += float(F.cross_entropy(logits, labels, ignore_index=PAD, reduction="sum"))
