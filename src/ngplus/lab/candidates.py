@@ -76,7 +76,7 @@ class Roots(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         eps: float = 1e-8,
-        damping: float = 0.01,
+        damping: float = 1e-5,
         update_every: int = 5,
         max_rms: float = 0.3,
         sample_steps: int = 0,

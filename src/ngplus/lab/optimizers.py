@@ -394,7 +394,8 @@ CANDIDATES: dict[str, Rival] = {
         ("roots-1", "Roots in every step", {"update_every": 1}),
         ("roots-5", "Roots every 5 steps", {"update_every": 5}),
         ("roots-20", "Roots every 20 steps", {"update_every": 20}),
-        ("roots-5-rms1", "Roots every 5 steps, steps up to lr", {"update_every": 5, "max_rms": 1.0}),
+        ("roots-5-damped", "Roots every 5 steps, more damping", {"update_every": 5, "damping": 0.01}),
+        ("roots-5-rms1", "Roots every 5 steps, more damping, larger steps", {"damping": 0.01, "max_rms": 1.0}),
         ("roots-5-lazy", "Roots every 5 steps, from every 5th gradient", {"update_every": 5, "lazy": True}),
         ("roots-5-sample", "Roots every 5 steps, begun per sample", {"update_every": 5, "sample_steps": 5}),
     )
