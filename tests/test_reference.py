@@ -14,7 +14,7 @@ import ngplus
 from ngplus.reference import ngadam_direction
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
-BETA1, BETA2, DAMPING, MAX_RMS = 0.9, 0.95, 0.01, 0.3
+BETA1, BETA2, DAMPING, MAX_RMS = 0.9, 0.95, 1e-5, 0.3
 
 
 def average(terms: list[Tensor], beta: float) -> Tensor:

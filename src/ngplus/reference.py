@@ -125,7 +125,7 @@ def ngadam_direction(
     gradient: Tensor,
     state: dict[str, Any],
     betas: tuple[float, float] = (0.9, 0.95),
-    damping: float = 0.01,
+    damping: float = 1e-5,
     update_every: int = 5,
     max_rms: float = 0.3,
 ) -> Tensor:

@@ -30,13 +30,13 @@ class NGAdam(BaseOptimizer):
 
         M <- beta1 M + (1 - beta1) G
         N <- (beta1 M + (1 - beta1) G) / (1 - beta1^t)                            Nesterov's momentum
-        every update_every steps, with w = beta2^(steps since the last one):
-            L <- w L + (1 - w) G G^T,    R <- w R + (1 - w) G^T G
+        L <- beta2 L + (1 - beta2) G G^T,    R <- beta2 R + (1 - beta2) G^T G
         D <- sqrt(tr L) (L + lambda I)^(-1/2) N (R + lambda I)^(-1/2)
         D <- D / max(1, rms(D) / 0.3)
         W <- (1 - lr weight_decay) W - lr D
 
-    lambda is a hundredth of the mean eigenvalue of L, and of R; both are divided by 1 - beta2^t. Sides of more than 160
+    lambda is 1e-5 of the mean eigenvalue of L, and of R; both are divided by 1 - beta2^t. The roots are made anew
+    every update_every steps. Sides of more than 160
     rows fall into blocks of up to 128. Tables of embeddings have diagonal L and R. Vectors have Adam's update with
     Nesterov's momentum. The rows of sparse gradients have R alone, and no momentum.
 
@@ -143,7 +143,7 @@ class NGAdam(BaseOptimizer):
         if isinstance(partition, TwoSidedPartition):
             return RootsPreconditioner(state, betas, partition.size, partition.other_size)
         if partition.stacks:
-            return RowsPreconditioner(state, betas, partition.size)
+            return RowsPreconditioner(state, betas, matrix.layout.cols, partition.size)
         return AdamPreconditioner(state, betas, group["eps"])
 
     def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
@@ -152,7 +152,7 @@ class NGAdam(BaseOptimizer):
         return own.fits(matrix.groups, layout.rows, layout.cols, matrix.dtype, matrix.params[0].device)
 
     def _observe(self, update: MatrixUpdate) -> None:
-        """Begins the state, or casts it where the model was cast, and counts the step."""
+        """Takes the gradient into the moving averages. Begins the state, or casts it where the model was cast."""
         state, gradient = update.state, update.gradient
         for key, value in state.items():
             if isinstance(value, Tensor) and (value.dtype, value.device) != (gradient.dtype, gradient.device):
@@ -161,10 +161,10 @@ class NGAdam(BaseOptimizer):
             for key in [key for key in state if key != "refreshed"]:
                 del state[key]
             self._preconditioner(update.matrix, update.group, state).begin(gradient)
-        state["step"] += 1
+        self._preconditioner(update.matrix, update.group, state).update(gradient)
 
     def _refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
-        self._preconditioner(update.matrix, update.group, update.state).refresh(update.gradient, status)
+        self._preconditioner(update.matrix, update.group, update.state).refresh(status)
 
     def _direction(self, update: MatrixUpdate) -> Direction:
         own = self._preconditioner(update.matrix, update.group, update.state)
@@ -172,8 +172,6 @@ class NGAdam(BaseOptimizer):
 
     def _initialised(self, group: Group, state: State) -> None:
         state["step"] = 0
-        if "averaged" in state:
-            state["averaged"] = 0
 
     # ---------------------------------------------------------------------------------------------- to look at
 
@@ -213,7 +211,7 @@ class NGAdam(BaseOptimizer):
             )
         side = "left" if "left" in state and matrix.layout.rows <= matrix.layout.cols else "right"
         length = matrix.layout.rows if side == "left" else matrix.layout.cols
-        blocks = state[side] / (1 - self._group(matrix)["betas"][1] ** state["averaged"])
+        blocks = state[side] / (1 - self._group(matrix)["betas"][1] ** state["step"])
         dense = torch.stack([torch.block_diag(*own)[:length, :length] for own in blocks.chunk(matrix.groups)])
         return Curvature(side, dense[0] if matrix.groups == 1 else dense)
 
@@ -248,8 +246,8 @@ def _row(matrix: ParameterMatrix, partition: BlockPartition, state: State) -> Pl
         blocks=partition.count if sides else 0,
         form="mini-batch" if sides else "",
         state_bytes=state_bytes(state) or elements * bytes_each,
-        step_flops=products,
-        refresh_flops=products + 9 * partition.cubes if sides else 0,
+        step_flops=2 * products,  # L and R, and D
+        refresh_flops=9 * partition.cubes if sides else 0,
         note="",
         sparse=matrix.sparse,
         parameter_bytes=sum(p.numel() * p.element_size() for p in matrix.params),

@@ -14,8 +14,7 @@ left       L in blocks                                      [groups * blocks, p,
 right      R in blocks                                      [groups * blocks, q, q]
 left_root  sqrt(tr L) (L + lambda I)^(-1/2)                 as left
 right_root (R + lambda I)^(-1/2)                            as right
-step       steps that M has taken in                        a number
-averaged   the last of them that L and R have taken in      a number
+step       gradients that M, L and R have taken in          a number
 ========== ================================================ ===========================
 
 References:
@@ -38,7 +37,7 @@ from ngplus.fisher.inverses import inverse_root
 from ngplus.utils.finite import RefreshStatus
 from ngplus.utils.typing import State
 
-DAMPING = 0.01  # lambda, as a part of the mean eigenvalue
+DAMPING = 1e-5  # lambda, as a part of the mean eigenvalue
 MAX_RMS = 0.3  # of a direction: it is usually 0.1 to 0.3, and a burst of gradients meets roots of earlier steps
 
 WHOLE = 160  # rows of a side that is one block
@@ -65,9 +64,10 @@ def row_blocks(x: Tensor, rows: int) -> Tensor:
 
 
 def products(gradient: Tensor, rows: int) -> Tensor:
-    """G G^T in diagonal blocks, [groups * blocks, rows, rows]."""
+    """G G^T in diagonal blocks, [groups * blocks, rows, rows]; zeros where it overflows."""
     blocks = row_blocks(gradient, rows)
-    return blocks.square().sum(-1, keepdim=True) if rows == 1 else blocks @ blocks.mT
+    found = blocks.square().sum(-1, keepdim=True) if rows == 1 else blocks @ blocks.mT
+    return found.masked_fill_(~found.diagonal(dim1=-2, dim2=-1).sum().isfinite(), 0)
 
 
 def multiply(root: Tensor, x: Tensor) -> Tensor:
@@ -87,31 +87,33 @@ class RootsPreconditioner:
     rows: int
     cols: int
 
-    def precondition(self, gradient: Tensor) -> Tensor:
-        """Takes the gradient into M and returns D, before the learning rate. ``refresh`` comes first."""
-        state, beta1 = self.state, self.betas[0]
-        _, m, n = gradient.shape
+    def update(self, gradient: Tensor) -> None:
+        """Takes the gradient into M, L and R."""
+        state, (beta1, beta2) = self.state, self.betas
+        state["step"] += 1
         state["exp_avg"].lerp_(gradient, 1 - beta1)
-        ahead = state["exp_avg"].lerp(gradient, 1 - beta1).div_(1 - beta1 ** state["step"])  # Nesterov's momentum
-        direction = multiply(state["left_root"], multiply(state["right_root"], ahead.mT).mT)
-        return clip(direction, (m * n) ** 0.5)
+        state["left"].lerp_(products(gradient, self.rows), 1 - beta2)
+        state["right"].lerp_(products(gradient.mT, self.cols), 1 - beta2)
 
-    def refresh(self, gradient: Tensor, status: RefreshStatus) -> None:
-        """Takes the gradient into L and R, and makes their roots anew."""
-        state, beta2, (groups, m, n) = self.state, self.betas[1], gradient.shape
-        weight = 1 - beta2 ** (state["step"] - state["averaged"])
-        state["averaged"] = state["step"]
-        state["left"] = state["left"].lerp(products(gradient, self.rows), weight)
-        state["right"] = state["right"].lerp(products(gradient.mT, self.cols), weight)
-        left, right = (state[key] / (1 - beta2 ** state["step"]) for key in ("left", "right"))
+    def refresh(self, status: RefreshStatus) -> None:
+        """Makes the roots of L and R anew."""
+        state, (groups, m, n) = self.state, self.state["exp_avg"].shape
+        left, right = (state[key] / (1 - self.betas[1] ** state["step"]) for key in ("left", "right"))
         trace = left.diagonal(dim1=-2, dim2=-1).reshape(groups, -1).sum(1).clamp_min(torch.finfo(left.dtype).tiny)
         state["left_root"] = _root(left, DAMPING / m * trace, status) * _each(trace.sqrt(), left)
         state["right_root"] = _root(right, DAMPING / n * trace, status)
 
+    def precondition(self, gradient: Tensor) -> Tensor:
+        """D, before the learning rate."""
+        state, beta1, (_, m, n) = self.state, self.betas[0], gradient.shape
+        ahead = state["exp_avg"].lerp(gradient, 1 - beta1).div_(1 - beta1 ** state["step"])  # Nesterov's momentum
+        direction = multiply(state["left_root"], multiply(state["right_root"], ahead.mT).mT)
+        return clip(direction, (m * n) ** 0.5)
+
     def begin(self, gradient: Tensor) -> None:
         """The state before the first step."""
         groups, m, n = gradient.shape
-        self.state.update(step=0, averaged=0, exp_avg=torch.zeros_like(gradient))
+        self.state.update(step=0, exp_avg=torch.zeros_like(gradient))
         self.state["left"] = gradient.new_zeros(groups * ceil(m / self.rows), self.rows, self.rows)
         self.state["right"] = gradient.new_zeros(groups * ceil(n / self.cols), self.cols, self.cols)
 
@@ -137,23 +139,27 @@ class RowsPreconditioner:
 
     state: State
     betas: tuple[float, float]
+    length: int  # n
     cols: int
+
+    def update(self, gradient: Tensor) -> None:
+        state = self.state
+        state["step"] += 1
+        mean = products(gradient.mT, self.cols) / max(1, gradient.shape[1])
+        state["right"].lerp_(mean, 1 - self.betas[1])
+
+    def refresh(self, status: RefreshStatus) -> None:
+        right = self.state["right"] / (1 - self.betas[1] ** self.state["step"])
+        diagonal = right.diagonal(dim1=-2, dim2=-1)
+        trace = diagonal.sum()[None].clamp_min(torch.finfo(right.dtype).tiny)
+        self.state["right_root"] = _root(right, DAMPING / self.length * trace, status)
 
     def precondition(self, gradient: Tensor) -> Tensor:
         direction = multiply(self.state["right_root"], gradient.mT).mT
         return clip(direction, max(1, gradient[0].numel()) ** 0.5)
 
-    def refresh(self, gradient: Tensor, status: RefreshStatus) -> None:
-        state, beta2, n = self.state, self.betas[1], gradient.shape[-1]
-        weight = 1 - beta2 ** (state["step"] - state["averaged"])
-        state["averaged"] = state["step"]
-        state["right"] = state["right"].lerp(products(gradient.mT, self.cols) / max(1, gradient.shape[1]), weight)
-        right = state["right"] / (1 - beta2 ** state["step"])
-        trace = right.diagonal(dim1=-2, dim2=-1).sum()[None].clamp_min(torch.finfo(right.dtype).tiny)
-        state["right_root"] = _root(right, DAMPING / n * trace, status)
-
     def begin(self, gradient: Tensor) -> None:
-        self.state.update(step=0, averaged=0)
+        self.state.update(step=0)
         self.state["right"] = gradient.new_zeros(ceil(gradient.shape[-1] / self.cols), self.cols, self.cols)
 
     def fits(self, groups: int, m: int, n: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -175,16 +181,20 @@ class AdamPreconditioner:
     betas: tuple[float, float]
     eps: float
 
-    def precondition(self, gradient: Tensor) -> Tensor:
+    def update(self, gradient: Tensor) -> None:
         state, (beta1, beta2) = self.state, self.betas
+        state["step"] += 1
         state["exp_avg"].lerp_(gradient, 1 - beta1)
         state["exp_avg_sq"].lerp_(gradient.square(), 1 - beta2)
+
+    def refresh(self, status: RefreshStatus) -> None:
+        """Nothing: there is no root to make."""
+
+    def precondition(self, gradient: Tensor) -> Tensor:
+        state, (beta1, beta2) = self.state, self.betas
         ahead = state["exp_avg"].lerp(gradient, 1 - beta1).div_(1 - beta1 ** state["step"])
         root = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt_()
         return ahead.div_(root.add_(self.eps))
-
-    def refresh(self, gradient: Tensor, status: RefreshStatus) -> None:
-        """Nothing: second moments are taken in with each gradient."""
 
     def begin(self, gradient: Tensor) -> None:
         self.state.update(step=0, exp_avg=torch.zeros_like(gradient), exp_avg_sq=torch.zeros_like(gradient))
