@@ -23,7 +23,7 @@ data = TensorDataset(images, torch.tensor(digits.target))
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-optimizer = ngplus.NGPlus(model, lr=0.01)  # before prepare(), from the model itself
+optimizer = ngplus.NGAdam(model, lr=0.01)  # before prepare(), from the model itself
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
 model, optimizer, loader, scheduler = accelerator.prepare(
     model, optimizer, DataLoader(data, batch_size=16, shuffle=True), scheduler

@@ -37,7 +37,7 @@ net = nn.Sequential(
 model = DistributedDataParallel(net)
 # distribution="memory": each layer's curvature on one rank alone; the default sends less in
 # between refreshes
-optimizer = ngplus.NGPlus(model, lr=0.01)
+optimizer = ngplus.NGAdam(model, lr=0.01)
 
 for epoch in range(EPOCHS):
     sampler.set_epoch(epoch)

@@ -43,7 +43,7 @@ for layer in model:
     if isinstance(layer, nn.Linear):
         fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
-optimizer = ngplus.NGPlus(model, lr=0.01)  # after sharding, like every optimizer
+optimizer = ngplus.NGAdam(model, lr=0.01)  # after sharding, like every optimizer
 
 shuffled = torch.Generator().manual_seed(rank)
 for _ in range(STEPS):

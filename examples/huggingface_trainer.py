@@ -1,4 +1,4 @@
-"""NG+ in Hugging Face's Trainer: a small GPT-2 learns to count, and goes on from a checkpoint.
+"""NGAdam in Hugging Face's Trainer: a small GPT-2 learns to count, and resumes a checkpoint.
 
 python examples/huggingface_trainer.py
 """
@@ -26,16 +26,15 @@ class Counting(Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-class NGPlusTrainer(Trainer):
+class NGAdamTrainer(Trainer):
     """Way one: a subclass that makes the optimizer. The Trainer adds the schedule that its
     arguments ask for."""
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        self.optimizer = ngplus.NGPlus(
+        self.optimizer = ngplus.NGAdam(
             self.model,
             lr=self.args.learning_rate,
             weight_decay=self.args.weight_decay,
-            decoupled_weight_decay=True,
         )
         return self.optimizer
 
@@ -56,12 +55,12 @@ def main() -> None:
             logging_steps=15, learning_rate=1e-2, lr_scheduler_type="cosine", report_to=[],
             disable_tqdm=True, use_cpu=True,
         )  # fmt: skip
-        trainer = NGPlusTrainer(small_gpt(), arguments, train_dataset=Counting())
+        trainer = NGAdamTrainer(small_gpt(), arguments, train_dataset=Counting())
         trainer.train()
 
         # Way two: optimizer and schedule as an argument, here from the first one's checkpoint.
         model = small_gpt()
-        optimizer = ngplus.NGPlus(model, lr=1e-2)
+        optimizer = ngplus.NGAdam(model, lr=1e-2)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=60)
         made = (optimizer, schedule)
         again = Trainer(model, arguments, train_dataset=Counting(), optimizers=made)

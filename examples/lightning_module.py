@@ -33,7 +33,7 @@ class Digits(lightning.LightningModule):
         self.log("accuracy", (self.net(x).argmax(1) == y).float().mean())
 
     def configure_optimizers(self) -> Any:
-        optimizer = ngplus.NGPlus(self.net, lr=0.01)
+        optimizer = ngplus.NGAdam(self.net, lr=0.01)
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)]
 
 

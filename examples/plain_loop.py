@@ -29,7 +29,7 @@ model = nn.Sequential(
     nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
     nn.Flatten(), nn.Linear(128, 10),
 )  # fmt: skip
-optimizer = ngplus.NGPlus(model, lr=0.01)  # the one line that changes
+optimizer = ngplus.NGAdam(model, lr=0.01)  # the one line that changes
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=EPOCHS)
 
 for epoch in range(EPOCHS):

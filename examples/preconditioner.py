@@ -20,8 +20,8 @@ digits = load_digits()
 x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
 
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-preconditioner = ngplus.Preconditioner(model, scaling="adaptive", momentum=0.9)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+preconditioner = ngplus.Preconditioner(model, damping=0.1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 for step in range(120):
     batch = torch.randint(1400, (128,))

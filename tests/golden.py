@@ -162,7 +162,7 @@ class Config:
     dtype: torch.dtype = torch.float64
 
 
-PAPER: dict[str, Any] = {"scaling": "inverse", "lr": 0.05, "damping": 0.3, "update_every": 4}
+PAPER: dict[str, Any] = {"lr": 0.05, "damping": 0.3, "update_every": 4}
 IMAGES, TOKENS = Seeded(2, 6, 6), Seeded(4, top=11)
 
 

@@ -24,7 +24,7 @@ import torch
 
 from ngplus.lab import train, training
 
-OPTIMIZERS = ("ngplus", "adamw", "sgd")
+OPTIMIZERS = ("ngadam", "adamw", "sgd")
 STEP, WITHIN, FURTHEST = math.sqrt(2), 1.02, 10
 
 

@@ -7,7 +7,6 @@ warm-up. ``docs/settings.md`` shows each.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -32,11 +31,6 @@ def _initial(group: dict[str, Any]) -> float:
     return float(group["initial_damping"])
 
 
-def _counts(group: dict[str, Any]) -> bool:
-    """Does the damping of this group change its steps?"""
-    return group.get("scaling", "inverse") == "inverse" or group.get("curvature") == "batch"
-
-
 class LambdaDamping:
     """damping = initial damping * factor(epoch), for each parameter group.
 
@@ -44,7 +38,7 @@ class LambdaDamping:
     be given in every iteration.
 
     Examples:
-        >>> optimizer = ngplus.NGPlus(nn.Linear(3, 2), scaling="inverse", damping=0.4)
+        >>> optimizer = ngplus.NGPlus(nn.Linear(3, 2), damping=0.4)
         >>> damping = ngplus.schedules.LambdaDamping(optimizer, lambda epoch: 0.5**epoch)
         >>> damping.step()
         >>> damping.get_last_damping()
@@ -54,9 +48,6 @@ class LambdaDamping:
     def __init__(self, optimizer: HasGroups, factor: Callable[[float], float]) -> None:
         for group in optimizer.param_groups:
             _initial(group)
-        if not any(map(_counts, optimizer.param_groups)):
-            text = "The damping changes nothing with scaling='adaptive': this schedule has nothing to do"
-            warnings.warn(text, stacklevel=2 if type(self) is LambdaDamping else 3)
         self.optimizer, self.factor, self.epoch = optimizer, factor, 0.0
         self._set()
 
@@ -87,7 +78,7 @@ class ExponentialDamping(LambdaDamping):
     """The paper's lambda_0 * rate^(epoch / every): rate 0.8 or 0.87 and every 10 epochs in its experiments.
 
     Examples:
-        >>> optimizer = ngplus.NGPlus(nn.Linear(3, 2), lr=0.18, damping=0.16, scaling="inverse")
+        >>> optimizer = ngplus.NGPlus(nn.Linear(3, 2), lr=0.18, damping=0.16)
         >>> damping = ngplus.schedules.ExponentialDamping(optimizer, rate=0.8)
         >>> for epoch in range(20):  # after each epoch of training
         ...     damping.step()

@@ -42,8 +42,8 @@ class Readers:
         self.root = root
         torch.set_num_threads(1)
         run = root / "run"
-        training.run(config("ngplus"), Small(), run, checkpoint_every=STEPS)
-        self.session = training._Session(config("ngplus"), Small(), None, "cpu")
+        training.run(config("ngadam"), Small(), run, checkpoint_every=STEPS)
+        self.session = training._Session(config("ngadam"), Small(), None, "cpu")
         self.begun = self._state()
         self.saved = torch.load(run / "checkpoint.pt", weights_only=True)
         self.folder = Folder("fuzz", root, "")
@@ -54,8 +54,8 @@ class Readers:
             "result.json": ((run / "result.json").read_bytes(), lambda path: self.run("result.json")),
             "metrics.jsonl": ((run / "metrics.jsonl").read_bytes(), lambda path: self.run("metrics.jsonl")),
             "presets.json": (
-                b'{"workload": "presets", "presets": {"small": {"ngplus": {"hyper": {"lr": 0.01}, "run": {}}}}}',
-                lambda path: presets.lookup("presets", "small", "ngplus", root),
+                b'{"workload": "presets", "presets": {"small": {"ngadam": {"hyper": {"lr": 0.01}, "run": {}}}}}',
+                lambda path: presets.lookup("presets", "small", "ngadam", root),
             ),
             "collection.json": ((root / "seed.json").read_bytes(), collection.read),
             "text.gz": (gzip.compress(b"ein Satz\nnoch einer\n" * 20), self.folder.text),
@@ -89,7 +89,7 @@ class Readers:
             raise
         assert same(self.session.model.state_dict(), self.saved["model"]), "other parameters than those saved"
         assert same(self.session.optimizer.state_dict(), self.saved["optimizer"]), "another state than the one saved"
-        self.session = training._Session(config("ngplus"), Small(), None, "cpu")
+        self.session = training._Session(config("ngadam"), Small(), None, "cpu")
 
     def run(self, name: str) -> None:
         """The run's folder with one file replaced."""

@@ -92,7 +92,7 @@ def wait_for(path: Path, times: int, seconds: float) -> None:
         time.sleep(0.0005)
 
 
-def kill_many(kills: int, seed: int, root: Path, optimizer: str = "ngplus") -> dict[str, int]:
+def kill_many(kills: int, seed: int, root: Path, optimizer: str = "ngadam") -> dict[str, int]:
     """Counts: kills made, kills that left a file half written, kills before the first checkpoint, and those whose
     end differs from that of the run that nobody killed."""
     torch.set_num_threads(1)
@@ -128,7 +128,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--optimizer", default="ngplus")
+    parser.add_argument("--optimizer", default="ngadam")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
         found = kill_many(arguments.kills, arguments.seed, Path(root), arguments.optimizer)

@@ -13,15 +13,10 @@ from ngplus.capture.calls import BatchDims
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.diagnostics.plan import Plan, PlanRow, unless_frozen
 from ngplus.optimizers.base import BaseOptimizer
+from ngplus.optimizers.options import check_momentum
 from ngplus.utils.dtensor import many_ranks
 from ngplus.utils.typing import Group, State
-
-# The options of NG+ that the shared functions read, and that the rivals do not have.
-_NEUTRAL: dict[str, Any] = {
-    "damping_mode": "absolute", "curvature": "sample", "scaling": "inverse", "side": "smaller", "solver": "auto",
-    "beta": 0.0, "gamma": None, "beta2": 0.0, "eps": 0.0, "samples": None, "sketch": None, "block_size": None,
-    "graft": None, "second_moment": "full", "early_refreshes": False, "seed": 0,
-}  # fmt: skip
+from ngplus.utils.validation import number
 
 
 class Batches(Accumulator):
@@ -35,8 +30,6 @@ class Batches(Accumulator):
 class Rival(BaseOptimizer):
     """The base of KFAC and SENG: one process, and a plan row from each."""
 
-    _neutral = _NEUTRAL
-
     def __init__(
         self, params: nn.Module | ParamsT, model: nn.Module | None, batch_dim: BatchDims, defaults: dict[str, Any]
     ) -> None:
@@ -47,9 +40,8 @@ class Rival(BaseOptimizer):
         super().__init__(params, model, batch_dim, defaults)
 
     def _check(self, group: Mapping[str, Any]) -> None:
-        if isinstance(group["damping"], str):
-            raise ValueError(f"Invalid damping: {group['damping']!r} ({type(self).__name__} takes a number)")
-        super()._check(group)
+        check_momentum(group)
+        number("damping", group["damping"])
 
     def _row(self, matrix: ParameterMatrix, group: Group, state: State, samples: int, positions: int) -> PlanRow:
         raise NotImplementedError

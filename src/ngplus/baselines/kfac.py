@@ -22,6 +22,7 @@ from ngplus.optimizers.base import Direction, MatrixUpdate
 from ngplus.optimizers.gradients import captured_scale
 from ngplus.utils.finite import RefreshStatus, all_finite, read_if_on_host
 from ngplus.utils.typing import Group, State
+from ngplus.utils.validation import number
 
 _APPROX = ("expand", "reduce")
 
@@ -134,7 +135,7 @@ class KFAC(Rival):
     Args:
         params: the model, or parameters or parameter groups of ``model``, as in torch.optim.
         model: the module that the parameters belong to, where ``params`` is not a module.
-        lr, momentum, nesterov, weight_decay, decoupled_weight_decay, maximize: as in ``NGPlus``.
+        lr, momentum, nesterov, weight_decay, maximize: as in ``NGPlus``.
         damping: lambda, absolute. Each factor gets its square root.
         update_every: steps between two refreshes. The first is at the first step.
         beta: of the moving average of the factors, over refreshes, begun with the first; 0 for none.
@@ -156,7 +157,6 @@ class KFAC(Rival):
         momentum: float = 0.9,
         nesterov: bool = False,
         weight_decay: float = 0.0,
-        decoupled_weight_decay: bool = False,
         beta: float = 0.95,
         approx: str = "expand",
         loss_reduction: str = "mean",
@@ -170,7 +170,6 @@ class KFAC(Rival):
             "momentum": momentum,
             "nesterov": nesterov,
             "weight_decay": weight_decay,
-            "decoupled_weight_decay": decoupled_weight_decay,
             "beta": beta,
             "approx": approx,
             "loss_reduction": loss_reduction,
@@ -180,6 +179,7 @@ class KFAC(Rival):
 
     def _check(self, group: Mapping[str, Any]) -> None:
         super()._check(group)
+        number("beta", group["beta"], top=1.0)
         if group["approx"] not in _APPROX:
             raise ValueError(f"Invalid approx: {group['approx']!r} (one of {', '.join(map(repr, _APPROX))})")
 

@@ -22,6 +22,7 @@ from ngplus.fisher.factors.base import take
 from ngplus.fisher.products import CHUNK_BYTES
 from ngplus.optimizers.base import Direction, MatrixUpdate
 from ngplus.optimizers.gradients import captured_scale
+from ngplus.optimizers.options import check_samples
 from ngplus.utils.finite import RefreshStatus, all_finite
 from ngplus.utils.typing import Group, State
 
@@ -74,7 +75,7 @@ class SENG(Rival):
     Args:
         params: the model, or parameters or parameter groups of ``model``, as in torch.optim.
         model: the module that the parameters belong to, where ``params`` is not a module.
-        lr, momentum, nesterov, weight_decay, decoupled_weight_decay, maximize: as in ``NGPlus``.
+        lr, momentum, nesterov, weight_decay, maximize: as in ``NGPlus``.
         damping: lambda, absolute and above 0.
         update_every: steps between two refreshes. The first is at the first step.
         samples: how many columns U has: size or fraction of a random sub-sample of the batch; None is the whole batch.
@@ -97,7 +98,6 @@ class SENG(Rival):
         momentum: float = 0.9,
         nesterov: bool = False,
         weight_decay: float = 0.0,
-        decoupled_weight_decay: bool = False,
         samples: int | float | None = None,
         sketch: int | None = None,
         loss_reduction: str = "mean",
@@ -112,7 +112,6 @@ class SENG(Rival):
             "momentum": momentum,
             "nesterov": nesterov,
             "weight_decay": weight_decay,
-            "decoupled_weight_decay": decoupled_weight_decay,
             "samples": samples,
             "sketch": sketch,
             "loss_reduction": loss_reduction,
@@ -123,7 +122,8 @@ class SENG(Rival):
 
     def _check(self, group: Mapping[str, Any]) -> None:
         super()._check(group)
-        if not isinstance(group["sketch"], int | None):
+        check_samples(group)
+        if not isinstance(group["sketch"], int | None) or (group["sketch"] is not None and group["sketch"] < 1):
             raise ValueError(f"Invalid sketch: {group['sketch']!r} (a whole number of 1 or more, or None)")
         if not group["damping"] > 0:
             raise ValueError(f"Invalid damping: {group['damping']} (SENG divides by it)")

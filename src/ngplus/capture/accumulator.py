@@ -55,9 +55,7 @@ class Accumulator:
         matrix.form = products.choose_form(
             factors, side, other if spec is None else min(other, spec.size), partition.size
         )
-        if products.shares_gradients(factors, partition, side):
-            matrix.form = "explicit"
-        added = products.gfim_sums(factors, side, partition, sketch=sketch, samples=index, dtype=matrix.dtype)
+        added = products.gfim_sum(factors, side, partition, sketch=sketch, samples=index, dtype=matrix.dtype)
         if self.total is None:
             self.total = added
         else:
@@ -101,7 +99,6 @@ def keeps_root(group: Group, rank: int, size: int) -> bool:
         2 * rank < size  # then 4 d r D FLOPs of a step are below 2 d^2 D
         and group["solver"] == "auto"
         and group["curvature"] == "sample"
-        and group["scaling"] == "inverse"
         and group["sketch"] is None
         and group["samples"] is None
         and group["damping"] != 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 import torch
@@ -17,14 +16,7 @@ from torch import nn
 from ngplus.capture.layers import LayerRule, Layout, MatrixSpec, UnknownModuleRule, rule_for
 from ngplus.capture.layers.base import has_own_forward
 from ngplus.capture.layers.layout import kind_of
-from ngplus.fisher.blocks import BlockPartition, NoPartition, TwoSidedPartition, even_size
-
-# What side="auto" curves, beside the smaller side: eigenbases of long sides would cost more than they bring.
-WHOLE = 160  # rows of a side that has one basis; a longer one falls into blocks, each with a basis of its own
-BLOCK = 128  # rows of such a block at most, and
-ROOTS = 4  # times the root of the side's rows
-PATCH = 144  # of a convolution's inputs, the columns of a block at most: whole channels, with all places of the kernel
-LONG, LONGER = 640, 5  # a larger side above so many rows has no basis where it is so many times the smaller one
+from ngplus.fisher.blocks import BlockPartition
 
 
 class ParameterMatrix:
@@ -116,54 +108,24 @@ class ParameterMatrix:
         return torch.float64 if self.params[0].dtype == torch.float64 else torch.float32
 
     def side(self, wanted: str) -> str:
-        """The paper's rule: left where m <= n, right where m > n. Of both sides it names the first."""
-        if wanted not in ("auto", "smaller", "both"):
+        """The paper's rule: left where m <= n, right where m > n."""
+        if wanted != "smaller":
             return wanted
         return "left" if self.layout.rows <= self.layout.cols else "right"
 
     def partition(self, wanted: str, block_size: int | None) -> BlockPartition:
-        """Which of its dimensions are curved, and how that falls into blocks."""
-        left = self.side(wanted) == "left"
-        d, other = (self.layout.rows, self.layout.cols) if left else (self.layout.cols, self.layout.rows)
-        vectors = all(kind == "column" for kind in self.kinds)
-        if wanted == "auto" and (vectors or (self.lookup == "only" and not self.sparse)):
-            return NoPartition(self.groups, d, d)
-        size, other_size, short = d, other, other <= LONG
-        if wanted == "auto":
-            places = self.layout.places if self.has_rule else 1
-            rows, cols = _block_size(self.layout.rows), _block_size(self.layout.cols, places)
-            size, other_size = (rows, cols) if left else (cols, rows)
-            in_channels = left and 1 < places <= PATCH and other_size <= 2 * d
-            short = short or (other // places if in_channels else other) < LONGER * d
-        if wanted in ("auto", "both") and not (self.lookup or vectors) and short and other > 1:
-            return TwoSidedPartition(self.groups, d, size, other, other_size)
-        return BlockPartition.of(self.groups, d, size if block_size is None else block_size)
+        """The dimension of L or R, and its blocks."""
+        d = self.layout.rows if self.side(wanted) == "left" else self.layout.cols
+        return BlockPartition.of(self.groups, d, d if block_size is None else block_size)
 
     def partition_of(self, group: Mapping[str, Any]) -> BlockPartition:
-        """The same, by the options of a parameter group. Asked for several times a step, so it is kept.
-
-        The paper's scaling, blocks and a sketch go with one side, and there "auto" is the smaller one.
-        """
+        """The same, by the options of a parameter group. Asked for several times a step, so it is kept."""
         if self.fixed_partition is not None:
             return self.fixed_partition
-        wanted, block_size = group["side"], group["block_size"]
-        one_side = group["scaling"] == "inverse" or block_size is not None or group["sketch"] is not None
-        if wanted == "auto" and one_side:
-            wanted = "smaller"
-        key = (wanted, block_size)
+        key = (group.get("side", "smaller"), group.get("block_size"))
         if key not in self._partitions:
             self._partitions[key] = self.partition(*key)
         return self._partitions[key]
-
-
-def _block_size(length: int, places: int = 1) -> int:
-    """Rows of the bases of a side so long, by the default: all, or those of equal blocks. ``places`` of a kernel that
-    are seen through the same channel stay together: neighbouring pixels are what a basis has most to tell apart."""
-    if length <= WHOLE:
-        return length
-    if 1 < places <= PATCH:
-        return places * even_size(length // places, PATCH // places)
-    return even_size(length, min(BLOCK, ceil(ROOTS * length**0.5)))
 
 
 @dataclass

@@ -25,7 +25,7 @@ def gfim(
     inputs: Any,
     targets: Any,
     *,
-    side: str = "auto",
+    side: str = "smaller",
     loss_reduction: str = "mean",
     batch_dim: BatchDims = 0,
     sample_index: SampleIndex | None = None,
@@ -48,17 +48,17 @@ def gfim(
         loss_fn: of the model's output and the targets, one number.
         inputs: of the model: a tensor; a tuple or list is passed as arguments, a mapping as keyword arguments.
         targets: handed to ``loss_fn`` as they are.
-        side: ``"smaller"`` (left where m <= n), ``"left"`` or ``"right"``; ``"auto"`` is the smaller one here.
+        side: ``"smaller"`` (left where m <= n), ``"left"`` or ``"right"``.
         loss_reduction: ``"mean"``, the loss is an average over the batch or its tokens, or ``"sum"``.
         batch_dim, sample_index: the dimension of the samples, and which rows are of which, as in ``NGPlus``.
     """
-    choice("side", side, ("auto", "smaller", "left", "right"))
+    choice("side", side, ("smaller", "left", "right"))
     choice("loss_reduction", loss_reduction, ("mean", "sum"))
     params = {p: name for p, name in named(model.named_parameters()).items() if p.requires_grad and p.numel()}
     matrices, uses = collect(model, params)
     group: dict[str, Any] = {
         "side": side, "block_size": None, "samples": None, "sketch": None, "solver": "dense", "curvature": "sample",
-        "scaling": "inverse", "loss_reduction": loss_reduction,
+        "loss_reduction": loss_reduction,
     }  # fmt: skip
     gathered: dict[int, Accumulator] = {}
 

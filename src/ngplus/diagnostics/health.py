@@ -27,10 +27,10 @@ FAULTS = {
     "The step was skipped, and no parameter was changed. The cause lies in the model, its data or the learning rate",
     "dropped": "The curvature of {} is not finite; the last good one stays in use, "
     "or the plain gradient where there is none",
-    "retried": "The curvature of {} did not factorise at once. With scaling='inverse' it gets more damping, and then "
-    "float64, and a larger damping spares this; with 'adaptive' it is taken in float64, and nothing is to be done",
-    "plain": "The curvature of {} does not factorise. With scaling='inverse' the plain gradient step is made in its "
-    "place, and a larger damping may help; with 'adaptive' plain Adam, without a basis, until the next refresh",
+    "retried": "The curvature of {} did not factorise at once. NGPlus gives it more damping, and then float64, and a "
+    "larger damping spares this; NGAdam takes float64, and nothing is to be done",
+    "plain": "The curvature of {} does not factorise. NGPlus makes the plain gradient step in its place, and a larger "
+    "damping may help; NGAdam takes the root of its diagonal until the next refresh",
     "steps": "The step of {} is not finite or too large; it is left out, and its momentum begins anew. "
     "A smaller learning rate may help",
 }
@@ -62,8 +62,8 @@ class LayerHealth:
         name: of the parameter.
         gradients: steps skipped because of its gradient.
         dropped: refreshes dropped, since the curvature was not finite.
-        retried: refreshes that needed another attempt: more damping (``scaling="inverse"``), or float64.
-        plain: refreshes that ended without an inverse or eigenbasis: the plain gradient step, or plain Adam.
+        retried: refreshes that needed another attempt: more damping (NGPlus), or float64.
+        plain: refreshes that ended without an inverse or root: the plain gradient step, or the root of the diagonal.
         steps: steps of this layer alone that were left out.
 
     Examples:

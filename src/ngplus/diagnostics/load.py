@@ -88,7 +88,7 @@ def load_of(rows: Sequence[PlanRow], ranks: int, distribution: str) -> Load:
         refresh_flops=sum(row.refresh_flops - row.inverse_flops for row in rows)
         + busiest(lambda row: row.inverse_flops, gone=None),
         step_bytes=directions,
-        refresh_bytes=sum(row.wire_bytes for row in rows) + total(_sent, gone=False),
+        refresh_bytes=sum(row.wire_bytes for row in rows) + total(lambda row: row.wire_bytes, gone=False),
     )
 
 
@@ -96,8 +96,3 @@ def _cost_of(row: PlanRow, steps: bool) -> float:
     """What :func:`ngplus.distributed.collectives.cost_of` counts."""
     elementwise = 0 if row.frozen else row.groups * row.shape[0] * row.shape[1]
     return float(row.inverse_flops + (row.step_flops + elementwise if steps else 0))
-
-
-def _sent(row: PlanRow) -> int:
-    """What an owner sends of a refresh to all: an eigenbasis, twice a triangle, or the triangle of an inverse."""
-    return 2 * row.wire_bytes if row.solver == "eigenbasis" else row.wire_bytes

@@ -9,9 +9,9 @@ and r the rank of U:
 dense            2 d p D                                  d p^2 (Cholesky and inverse)
 woodbury         4 d r D + 2 r^2 D                        2 d r^2 + r^3
 sketched         2 d r D + 2 r q D, q the sketch's rows   4 r^2 q + r^3; neither counts the sketch itself
-adaptive         4 d p D                                  9 d p^2 (eigendecomposition)
-adaptive, both   4 m n (p + q), q a block of the columns  9 (m p^2 + n q^2); without blocks p = m and q = n
 ================ ======================================== =====================================================
+
+Those of NGAdam are in :mod:`ngplus.optimizers.ngadam`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ from ngplus.fisher.blocks import BlockPartition
 from ngplus.fisher.factors import outer_costs
 from ngplus.fisher.sketch import SketchSpec
 from ngplus.preconditioners.curvature import read
-from ngplus.preconditioners.eigenbasis import is_factored
 from ngplus.utils.warnings import no_such_name
 
-EIGH = 9  # an eigendecomposition is about 9 d^3 FLOPs
 COSTS = ("step_flops", "refresh_flops", "inverse_flops", "wire_bytes", "inverse_bytes", "step_bytes")
 
 
@@ -48,8 +46,8 @@ class PlanRow:
         groups: of a grouped convolution, each a matrix of that shape.
         source: where the curvature comes from, "sample", "vmap" or "batch"; "none" where no side is curved, and where
             the matrix is frozen.
-        side: "left", "right", "both" or "none"; of SENG "vec".
-        solver: "eigenbasis", "dense", "woodbury" or "sketched"; "none" where no side is curved; of KFAC "kronecker".
+        side: "left" or "right"; of NGAdam "both", or "none" for vectors; of SENG "vec".
+        solver: "dense", "woodbury" or "sketched"; of NGAdam "root" or "none"; of KFAC "kronecker".
         blocks: how many blocks L and R are cut into, over all groups and both sides.
         form: how the products are made, "rank-one", "gram", "explicit", "mini-batch", or "root" where U is kept in
             their place; "" where it is not known yet. Of KFAC its ``approx``, of SENG the form of its factors.
@@ -69,7 +67,7 @@ class PlanRow:
     Examples:
         >>> row = ngplus.NGPlus(nn.Conv2d(3, 8, 3)).plan(batch_size=4)[0]
         >>> row.parameters, row.shape, row.side
-        (('weight', 'bias'), (8, 28), 'both')
+        (('weight', 'bias'), (8, 28), 'left')
     """
 
     name: str
@@ -152,7 +150,7 @@ class Plan(Sequence[PlanRow]):
 
     @property
     def inverse_bytes(self) -> int:
-        """Bytes of the inverses, or eigenbases, that their owners send at a refresh."""
+        """Bytes of the inverses that their owners send at a refresh."""
         return sum(row.inverse_bytes for row in self.rows)
 
     @property
@@ -258,30 +256,19 @@ def _row(
     side = matrix.side(group["side"])
     other = cols if side == "left" else rows
     partition = matrix.partition_of(group)
-    sides = [(own, other if curved == side else partition.d) for curved, own in partition.sides(side)]
     source = "batch" if group["curvature"] == "batch" else matrix.refreshed_from
     samples, kappa = matrix.seen or (batch_size or 0, positions)
     width = 8 if matrix.params[0].element_size() == 8 else 4
     rank = samples * min(kappa, other)
     touched = min(other, samples * kappa) if matrix.sparse and side == "right" and samples else other
     solver = group["solver"]
-    if group["scaling"] == "adaptive":
-        solver = "eigenbasis" if sides else "none"
-    elif distributor is not None and source != "batch":
+    if distributor is not None and source != "batch":
         solver = "dense"  # the ranks add up L
     elif solver == "auto":
         known = read(state, "factor") is not None or (read(state, "inverse") is None and rank > 0)
         low = known and source != "batch" and keeps_root(group, rank, partition.size)
         solver = "woodbury" if low else "dense"
-    stacks = partition.stacks
-    curved = matrix.groups * sum(count * size for _, count, size in stacks)
-    moments = 2 * matrix.groups * rows * cols
-    if is_factored(
-        group, partition.size if len(sides) == 1 else partition.d, other
-    ):  # means over rows, and over each block's columns
-        moments = (
-            moments // 2 + matrix.groups * partition.d + (partition.count if len(sides) == 1 else matrix.groups) * other
-        )
+    curved = matrix.groups * sum(count * size for _, count, size in partition.stacks)
     if solver == "woodbury":
         step = curved * rank * 4 * other + partition.count * 2 * rank * rank * other
         refresh = 2 * curved * rank * rank + partition.count * rank**3
@@ -291,16 +278,10 @@ def _row(
         step = 2 * rank * other * (curved + partition.count * short)
         refresh = partition.count * (4 * rank * rank * short + rank**3)
         elements = curved * rank + partition.count * rank * short
-    elif solver == "none":
-        step, refresh, elements, samples, source = 0, 0, moments, 0, "none"
-    elif solver == "eigenbasis":
-        step = 4 * sum(own.elements * (touched if length == other else length) for own, length in sides)
-        refresh = EIGH * partition.cubes
-        elements = partition.elements + curved + (curved if touched < other else moments)
     else:
         step, refresh, elements = 2 * partition.elements * touched, partition.cubes, partition.elements
     inverse = refresh
-    if group["curvature"] != "sample" and sides:
+    if group["curvature"] != "sample":
         elements += partition.elements
     if group["graft"] == "adam" and not matrix.sparse:
         elements += 2 * matrix.groups * rows * cols  # the moments of the step whose length is taken
@@ -311,7 +292,7 @@ def _row(
         short = min(short, kappa)  # an embedding's products touch nothing of the table's size
     if source == "batch":
         form = "mini-batch"
-        products = 2 * (partition.elements * short if len(sides) == 1 else sum(own.elements * n for own, n in sides))
+        products = 2 * partition.elements * short
         if group["curvature"] == "batch":
             step += products
         else:
@@ -320,12 +301,7 @@ def _row(
         used = subsample_size(samples, group["samples"])
         stand_in = outer_costs(kappa, partition.d, short, partition.size)  # the cost model of dense factors
         form = form or min(stand_in, key=lambda name: stand_in[name])
-        cost = stand_in.get(form, min(stand_in.values()))
-        for own, length in sides[1:]:
-            second = outer_costs(kappa, own.d, length, own.size)
-            shared = stand_in["explicit"] + second["explicit"] - kappa * own.d * length  # G_i is written out once
-            cost = min(cost + min(second.values()), shared)
-        refresh += int(2 * used * matrix.groups * cost)
+        refresh += int(2 * used * matrix.groups * stand_in.get(form, min(stand_in.values())))
     traffic = Traffic(partition.triangle, 0, 0) if distributor is None else distributor.traffic(matrix, group)
     return PlanRow(
         name=matrix.name,
@@ -333,7 +309,7 @@ def _row(
         shape=(rows, cols),
         groups=matrix.groups,
         source=source,
-        side=("none", side, "both")[len(sides)],
+        side=side,
         solver=solver,
         blocks=partition.count,
         form=form,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -194,7 +194,7 @@ def add_up(
 class ReplicatedDistributor(Distributor):
     """The team of ranks that all hold the parameters, as with DistributedDataParallel.
 
-    "communication": the owner inverts L and sends the inverse (or the eigenbasis), once a refresh; every rank applies
+    "communication": the owner inverts L and sends the inverse, once a refresh; every rank applies
     it. "memory": the owner alone keeps the curvature, and sends the direction in every step.
     """
 
@@ -238,7 +238,7 @@ class ReplicatedDistributor(Distributor):
     def traffic(self, matrix: ParameterMatrix, group: Group) -> Traffic:
         partition = matrix.partition_of(group)
         step = sum(p.numel() for p in matrix.active_params) if self.is_remote(matrix) else 0
-        return Traffic(partition.triangle, solved_numbers(partition, group) if self.shares(matrix) else 0, step)
+        return Traffic(partition.triangle, partition.triangle + 1 if self.shares(matrix) else 0, step)
 
     def scatter_directions(
         self, matrices: Sequence[ParameterMatrix], directions: Mapping[nn.Parameter, Tensor]
@@ -247,13 +247,6 @@ class ReplicatedDistributor(Distributor):
         out = {p: directions[p].contiguous() if p in directions else torch.empty_like(p) for p, _ in params}
         self.ranks.send(list(out.values()), [owner for _, owner in params])
         return out
-
-
-def solved_numbers(partition: BlockPartition, group: Mapping[str, Any]) -> int:
-    """What an owner sends of a refresh: an eigenbasis, or a triangle and lambda."""
-    if group["scaling"] != "adaptive":
-        return partition.triangle + 1
-    return partition.elements + partition.groups * sum(count * size for _, count, size in partition.stacks)
 
 
 def cost_of(matrix: ParameterMatrix, partition: BlockPartition, steps: bool) -> float:

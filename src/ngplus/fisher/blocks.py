@@ -17,11 +17,6 @@ import torch
 from torch import Tensor
 
 
-def even_size(d: int, largest: int) -> int:
-    """The size of as few blocks as can be, none above ``largest``: all are equal but for a smaller last one."""
-    return -(-d // -(-d // largest))
-
-
 @dataclass(frozen=True)
 class BlockPartition:
     """The stacks that a dimension of length d falls into: ``(start, number of blocks, block size)`` each."""

@@ -9,7 +9,7 @@ Tensors only: nothing here knows layers or optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -185,34 +185,6 @@ def sketched_apply(factor: Tensor, core: Tensor, damping: Tensor, gradient: Tens
     return (gradient - factor @ (core @ sketch(gradient.mT).mT)) / damping
 
 
-def eigenbasis(matrix: Tensor, status: RefreshStatus | None = None) -> tuple[Tensor, Tensor]:
-    """w and Q of L = Q diag(w) Q^T, in the order of rising eigenvalues, up to a slight tilt.
-
-    Where eigenvalues are equal, as in the null space of few samples, their eigenvectors are any basis of a space,
-    chosen by the rounding of L. A diagonal of a hundredth of the mean eigenvalue (in float64, of sqrt(eps) of it) is
-    added, rising along the rows, and matrices of up to 128 rows are taken in float64, where that costs at most 1.6
-    times as much (with 256 rows it is 1.9): so the same L gives the same basis on every machine and for every order of
-    its samples. Where float32 does not converge, float64 is tried; then the basis is the plain one. Devices without
-    float64 take float32.
-    """
-    d = matrix.shape[-1]
-    if d == 1:
-        return matrix[..., 0], torch.ones_like(matrix)
-    mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
-    tilted = matrix / mean[:, None, None]
-    tilted.diagonal(dim1=-2, dim2=-1).add_(_tilt(d, matrix))
-    attempts = dict.fromkeys((wide(matrix),) if d <= SMALL else (matrix.dtype, wide(matrix)))
-    for i, dtype in enumerate(attempts, 1):
-        try:
-            values, vectors = torch.linalg.eigh(tilted.to(dtype))
-        except RuntimeError:  # LinAlgError: float32 does not always converge where many rows are zero
-            if status is not None:
-                status.add("retried" if i < len(attempts) else "plain", torch.ones((), dtype=torch.bool))
-            continue
-        return values.to(matrix.dtype) * mean[:, None], vectors.to(matrix.dtype)
-    return matrix.diagonal(dim1=-2, dim2=-1).clone(), torch.eye(d).to(matrix).expand_as(matrix).clone()
-
-
 def inverse_root(matrix: Tensor, damping: Tensor, status: RefreshStatus | None = None) -> Tensor:
     """(L + lambda I)^(-1/2) of a stack [blocks, p, p], with ``damping`` [blocks, 1, 1].
 
@@ -229,42 +201,6 @@ def inverse_root(matrix: Tensor, damping: Tensor, status: RefreshStatus | None =
         scaled = vectors * (values.clamp_min(0).unsqueeze(-2) + damping).rsqrt()
         return (scaled @ vectors.mT).to(matrix.dtype)
     return torch.diag_embed((matrix.diagonal(dim1=-2, dim2=-1).clamp_min(0) + damping[..., 0]).rsqrt())
-
-
-def eigenbases(tasks: Sequence[tuple[Tensor, RefreshStatus | None]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same for many stacks of matrices, in their order. Small ones of one size are one stack, in fewer calls. Where
-    one of a stack meets trouble, each is taken by itself."""
-    alike: dict[object, list[int]] = {}
-    for i, (matrix, _) in enumerate(tasks):
-        size = matrix.shape[-1]
-        alike.setdefault((size, matrix.dtype, matrix.device) if size <= SMALL else i, []).append(i)
-    found: dict[int, tuple[Tensor, Tensor]] = {}
-    for places in alike.values():
-        together = RefreshStatus()
-        if len(places) > 1:
-            values, vectors = eigenbasis(torch.cat([tasks[i][0] for i in places]), together)
-        if len(places) == 1 or together.retried is not None or together.plain is not None:
-            found.update((i, eigenbasis(*tasks[i])) for i in places)
-            continue
-        counts = [len(tasks[i][0]) for i in places]
-        rows = zip(places, values.split(counts), vectors.split(counts), strict=True)
-        found.update((i, (w.clone(), q.clone(memory_format=torch.contiguous_format))) for i, w, q in rows)
-    return (found[i] for i in range(len(tasks)))
-
-
-def from_eigenbasis(values: Tensor, vectors: Tensor) -> Tensor:
-    """L again, without the tilt."""
-    d = vectors.shape[-1]
-    matrix = (vectors * values[:, None, :]) @ vectors.mT
-    if d > 1:
-        tilt = _tilt(d, matrix)
-        mean = values.mean(-1, keepdim=True) / (1 + tilt.mean())
-        matrix.diagonal(dim1=-2, dim2=-1).sub_(mean * tilt)
-    return matrix
-
-
-def _tilt(d: int, like: Tensor) -> Tensor:
-    return torch.linspace(0.0, TILT[like.dtype], d, dtype=like.dtype, device=like.device)
 
 
 def times(matrix: Tensor, gradient: Tensor) -> Tensor:

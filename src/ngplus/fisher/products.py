@@ -72,39 +72,6 @@ def gfim_sum(
     return total
 
 
-def gfim_sums(
-    factors: Factors,
-    side: str,
-    partition: BlockPartition,
-    *,
-    sketch: Callable[[int], Sketch | None] | None = None,
-    samples: Tensor | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
-    dtype: torch.dtype = torch.float32,
-) -> list[Tensor]:
-    """The sums of every side that ``cut`` curves. Of both sides, G_i is written out once where that is the cheapest."""
-    sides = partition.sides(side)
-    if len(sides) < 2 or not shares_gradients(factors, partition, side):
-        each = [
-            gfim_sum(factors, one, own, sketch=sketch, samples=samples, chunk_bytes=chunk_bytes, dtype=dtype)
-            for one, own in sides
-        ]
-        return [stack for stacks in each for stack in stacks]
-    other = factors.curved_and_other(side)[1]
-    totals: list[Tensor] = []
-    summed = _Sum(factors, side, samples)
-    # Twice the memory: what the second side takes is the same numbers, turned.
-    for piece in _pieces(factors, 2 * factors.memory(side, "explicit", other), samples, chunk_bytes, dtype):
-        tall = factors.pair(side, "explicit", piece, None, dtype)[0]  # [groups, k * D, d]
-        turned = tall.unflatten(1, (-1, other)).mT.flatten(1, 2)  # [groups, k * d, D]
-        stacks = [*sides[0][1].split(tall.mT), *sides[1][1].split(turned.mT)]
-        _add_products(totals, stacks, stacks)
-        summed.add(tall)
-    for acc in totals:
-        _mirror(acc)
-    return totals
-
-
 class _Sum:
     """sum_i G_i, [groups, m, n], of gradients that are written out piece by piece, for a layer that can do with it."""
 
@@ -123,14 +90,6 @@ class _Sum:
             part = tall.mT.unflatten(2, (-1, self._other)).sum(2).mT
         part = part.mT if self._left else part
         self._for.total = part if self._for.total is None else self._for.total + part
-
-
-def shares_gradients(factors: Factors, partition: BlockPartition, side: str) -> bool:
-    """Of both sides: is it cheapest to write G_i out once, and to take both products of it?"""
-    costs = [factors.costs(one, factors.curved_and_other(one)[1], own.size) for one, own in partition.sides(side)]
-    if len(costs) < 2 or any("explicit" not in cost for cost in costs):
-        return False
-    return sum(cost["explicit"] for cost in costs) - factors.writing_cost <= sum(min(c.values()) for c in costs)
 
 
 def _pieces(

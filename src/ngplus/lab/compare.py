@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ngplus.lab.runs import Config, Run
     from ngplus.lab.workloads import Task
 
-DEFAULT = "sgd,adamw,muon,soap,kfac,ngplus-paper,ngplus"
+DEFAULT = "sgd,adamw,muon,soap,kfac,ngplus,ngadam"
 
 SPARE = ("best", "state", "ms a step")  # columns that a narrow terminal does without, in this order
 

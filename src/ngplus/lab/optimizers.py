@@ -271,7 +271,6 @@ _ADAM_LR = Range(3e-4, 1e-1)
 _DAMPING = Range(1e-3, 3.0)
 # SOAP leaves a wider side alone, Shampoo a whole matrix that has one: a table's would cost tens of AdamW's steps.
 _WIDEST = 512
-_NGPLUS = "ngplus:NGPlus"
 
 RIVALS: dict[str, Rival] = {
     rival.name: rival
@@ -350,38 +349,14 @@ RIVALS: dict[str, Rival] = {
             {"lr": _SGD_LR, "damping": _DAMPING},
         ),
         Rival(
-            "ngplus-paper",
-            "NG+ as in the paper",
-            _NGPLUS,
+            "ngplus",
+            "NG+",
+            "ngplus:NGPlus",
             _ngplus,
-            {"lr": 0.1, "momentum": 0.9, "scaling": "inverse", "damping": 0.3, "update_every": 10},
+            {"lr": 0.1, "momentum": 0.9, "damping": 0.3, "update_every": 10},
             {"lr": _SGD_LR, "damping": _DAMPING},
         ),
-        Rival("ngplus", "NG+", _NGPLUS, _ngplus, {"lr": 0.01}, {"lr": _ADAM_LR}),
-        Rival(
-            "ngplus-one-side",
-            "NG+, the basis of the smaller side",
-            _NGPLUS,
-            _ngplus,
-            {"lr": 0.01, "side": "smaller"},
-            {"lr": _ADAM_LR},
-        ),
-        Rival(
-            "ngplus-sample",
-            "NG+, curvature of the last refresh alone",
-            _NGPLUS,
-            _ngplus,
-            {"lr": 0.01, "curvature": "sample"},
-            {"lr": _ADAM_LR},
-        ),
-        Rival(
-            "ngplus-batch",
-            "NG+, curvature of mini-batch gradients",
-            _NGPLUS,
-            _ngplus,
-            {"lr": 0.01, "curvature": "batch"},
-            {"lr": _ADAM_LR},
-        ),
+        Rival("ngadam", "NGAdam", "ngplus:NGAdam", _of_model, {"lr": 0.005}, {"lr": _ADAM_LR}),
     )
 }
 

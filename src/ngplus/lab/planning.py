@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A workload, or module:function that makes a model.")],
     preset: options.PresetName = "small",
-    optimizer: Annotated[str, typer.Option("--optimizer", "-o", help="One of the ngplus ones.")] = "ngplus",
+    optimizer: Annotated[str, typer.Option("--optimizer", "-o", help="One of the ngplus ones.")] = "ngadam",
     sets: options.Sets = None,
     data: options.Data = None,
     batch_size: options.BatchSize = None,
@@ -127,7 +127,7 @@ def _plan_of(model: nn.Module, optimizer: str, sets: list[str]) -> Any:
     rival = optimizers.get(optimizer)
     made = rival.make(model, dict(shared.assignments(sets)))
     if not hasattr(made, "plan"):
-        known = [name for name in optimizers.names() if name.startswith("ngplus")]
+        known = [name for name in optimizers.names() if name in ("ngplus", "ngadam", "kfac", "seng")]
         raise ValueError(f"{optimizer} has no plan; these have: {', '.join(known)}")
     return made
 

@@ -37,7 +37,7 @@ def register(app: typer.Typer) -> None:
 @options.with_changes
 def train(
     workload: options.WorkloadName,
-    optimizer: options.OptimizerName = "ngplus",
+    optimizer: options.OptimizerName = "ngadam",
     preset: options.PresetName = "small",
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help=SEED_HELP)] = 0,
     lr: Annotated[float | None, typer.Option(help="The learning rate; the tuned one where not given.")] = None,

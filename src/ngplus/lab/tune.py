@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
 @options.with_changes
 def tune(
     workload: options.WorkloadNames,
-    optimizers: options.OptimizerNames = "ngplus",
+    optimizers: options.OptimizerNames = "ngadam",
     trials: Annotated[int, typer.Option(min=1, help="Runs for each optimizer, those in the storage included.")] = 6,
     storage: Annotated[
         str, typer.Option(help="An Optuna storage: a local file, or a database URL for many machines.")

@@ -21,7 +21,7 @@ from ngplus.distributed.collectives import Distributor, add_up
 from ngplus.fisher.inverses import Product
 from ngplus.optimizers.binding import MatrixOptimizer
 from ngplus.optimizers.gradients import agree, gradient_norms, gradient_parts
-from ngplus.optimizers.update import update_parameters, worked_out
+from ngplus.optimizers.update import UpdateRule, sgd_steps, update_parameters, worked_out
 from ngplus.utils.dtensor import like
 from ngplus.utils.finite import RefreshStatus, keep_last_good, norms_of, read_if_on_host, zero_where
 from ngplus.utils.typing import Group, State
@@ -47,18 +47,14 @@ class MatrixUpdate:
 
     def stacks(self) -> list[Tensor]:
         """The gradient with its curved dimension first, in the blocks of its matrix."""
-        side = self.matrix.side(self.group["side"])
+        side = self.matrix.side(self.group.get("side", "smaller"))
         return self.matrix.partition_of(self.group).split(self.gradient if side == "left" else self.gradient.mT)
 
     def merged(self, stacks: Sequence[Tensor]) -> Tensor:
         """The way back: [groups, m, n]."""
         whole = self.matrix.partition_of(self.group).merge(stacks)
-        return whole if self.matrix.side(self.group["side"]) == "left" else whole.mT
+        return whole if self.matrix.side(self.group.get("side", "smaller")) == "left" else whole.mT
 
-
-Task = tuple[
-    MatrixUpdate, Accumulator | None, RefreshStatus
-]  # a refresh: what was gathered for a matrix, and what it meets
 
 # Of a matrix, or of each of its parameters as a product; like a gradient, with the rows that it touches.
 Direction = tuple[Tensor | list[Product], Tensor | None]
@@ -67,9 +63,9 @@ Directions = dict[nn.Parameter, Tensor | Product]  # of all parameters of a step
 
 
 class BaseOptimizer(MatrixOptimizer):
-    """The frame. A method gives ``_fits``, ``_refresh`` or ``_refresh_all``, and ``_direction`` or ``_precondition``;
-    the rest where it has a way of its own."""
+    """The frame. A method gives ``_fits``, ``_refresh`` and ``_direction``; the rest where it has a way of its own."""
 
+    _update_rule: UpdateRule = staticmethod(sgd_steps)
     _initialising = False
     _skip: Tensor | None = None  # on an accelerator: is this step to change nothing?
 
@@ -89,35 +85,12 @@ class BaseOptimizer(MatrixOptimizer):
         """
         raise NotImplementedError
 
-    def _refreshed_together(self, updates: Sequence[MatrixUpdate]) -> list[list[MatrixUpdate]]:
-        """The matrices that are due, as they go through ``_refresh_all``: what is new and what was before are both
-        there for as long as that takes, so large ones go one by one."""
-        return [[update] for update in updates]
-
-    def _refresh_all(self, tasks: Sequence[Task]) -> None:
-        """The refreshes of matrices that a method may work on together."""
-        for update, gathered, status in tasks:
-            self._refresh(update, gathered, status)
-
     def _direction(self, update: MatrixUpdate) -> Direction:
         """The preconditioned gradient [groups, m, n]; of a sparse one, the rows touched and their indices."""
         raise NotImplementedError
 
-    def _precondition(self, updates: Sequence[MatrixUpdate]) -> list[Direction]:
-        """The directions of all matrices of a step; a method may work on many of them together."""
-        return [self._direction(update) for update in updates]
-
     def _initialised(self, group: Group, state: State) -> None:
         """After a step that only initialises the state."""
-
-    def _repeated(self) -> tuple[Directions, Tensor] | None:
-        """Where this step is like the last one, by what ``_remember`` has kept: the directions, and a length that none
-        of them exceeds. None where it is not."""
-        return None
-
-    def _remember(self, again: bool) -> None:
-        """After a step: keeps what may stand for the next one where that comes ``again`` in the same way, or drops
-        it."""
 
     def _share(
         self, distributor: Distributor, estimate: list[ParameterMatrix], collector: Collector, due: set[int]
@@ -128,8 +101,8 @@ class BaseOptimizer(MatrixOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """A refresh where one is due: every T steps, or early. Then W <- W - lr * direction, with weight
-        decay as in SGD and, where the scaling is "inverse", its momentum."""
+        """A refresh where one is due, every T steps. Then W <- W - lr * direction, with the momentum and
+        weight decay of the method."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -140,15 +113,12 @@ class BaseOptimizer(MatrixOptimizer):
 
     def _take_step(self) -> None:
         """From gradients to directions, and the update with them."""
-        repeated = self._repeated()
-        directions, length = (self._directions(), None) if repeated is None else repeated
+        directions = self._directions()
         if directions is not None:
             for group in self.param_groups:
-                complete = self._complete(group)
-                params, left_out = update_parameters(complete, directions, self.state, self._skip, length)
+                params, left_out = update_parameters(group, directions, self.state, self._update_rule, self._skip)
                 self._faults.note("steps", [self._names[p] for p in params], left_out)
             self._advance()
-            self._remember(True)
         self._faults.tell()
 
     @torch.no_grad()
@@ -169,7 +139,6 @@ class BaseOptimizer(MatrixOptimizer):
             for param, direction in zip(params, made, strict=True):
                 param.grad = like(param, direction)
             self._advance()
-            self._remember(False)
         self._faults.tell()
 
     def _directions(self) -> Directions | None:
@@ -210,13 +179,14 @@ class BaseOptimizer(MatrixOptimizer):
         uncovered: list[ParameterMatrix] = []
         for update in updates:
             self._observe(update)
-        for together in self._refreshed_together([update for update in updates if id(update.matrix) in due]):
-            self._take_up(together, collector, uncovered)
+        for update in updates:
+            if id(update.matrix) in due:
+                self._take_up(update, collector, uncovered)
         if due:
             self._faults.fetch()
         directions: Directions = {}
-        for update, direction in zip(updates, self._precondition(updates), strict=True):
-            directions.update(by_parameter(update, *self._fit_to_share(update, *direction)))
+        for update in updates:
+            directions.update(by_parameter(update, *self._fit_to_share(update, *self._direction(update))))
             if self._initialising:
                 self._initialised(update.group, update.state)
         for distributor in self._distributors:
@@ -268,7 +238,7 @@ class BaseOptimizer(MatrixOptimizer):
                 state["refreshed"] = self._measures(matrix)
             if its_team is not None and not its_team.keeps(matrix):
                 continue
-            parts, rows = gradient_parts(matrix, self._complete(group), given.get(id(matrix)))
+            parts, rows = gradient_parts(matrix, group, given.get(id(matrix)))
             if self._skip is not None:  # the device knows whether: moving averages take in zeros, parameters nothing
                 parts = [part.masked_fill(self._skip.to(part.device), 0) for part in parts]
             updates.append(MatrixUpdate(matrix, group, state, parts, rows))
@@ -284,21 +254,17 @@ class BaseOptimizer(MatrixOptimizer):
             direction = direction.masked_fill(bad, 0)
         return direction, rows
 
-    def _take_up(self, updates: Sequence[MatrixUpdate], collector: Collector, uncovered: list[ParameterMatrix]) -> None:
-        """The refreshes of these matrices, from what was gathered for them."""
-        tasks: list[Task] = []
-        for update in updates:
-            matrix = update.matrix
-            gathered = collector.take(matrix)
-            matrix.missed = gathered is None and self._captures(update.group) and not self._initialising
-            if self._captures(update.group) and (matrix.source == "batch" or gathered is None):
-                uncovered.append(matrix)
-                gathered = None
-            tasks.append((update, gathered, RefreshStatus(climb=self._faults.needs_help(matrix.name))))
-        held = [dict(update.state) for update in updates]
-        self._refresh_all(tasks)
-        for (update, _, status), before in zip(tasks, held, strict=True):
-            self._conclude(update, before, status)
+    def _take_up(self, update: MatrixUpdate, collector: Collector, uncovered: list[ParameterMatrix]) -> None:
+        """The refresh of a matrix, from what was gathered for it."""
+        matrix = update.matrix
+        gathered = collector.take(matrix)
+        matrix.missed = gathered is None and self._captures(update.group) and not self._initialising
+        if self._captures(update.group) and (matrix.source == "batch" or gathered is None):
+            uncovered.append(matrix)
+            gathered = None
+        held, status = dict(update.state), RefreshStatus(climb=self._faults.needs_help(matrix.name))
+        self._refresh(update, gathered, status)
+        self._conclude(update, held, status)
 
     def _conclude(self, update: MatrixUpdate, held: State, status: RefreshStatus) -> None:
         """After a refresh has brought new state: the last good one again where it failed, and the ledger."""

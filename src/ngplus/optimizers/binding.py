@@ -1,7 +1,7 @@
 """An optimizer whose parameters are bound to matrices: which matrix has which parameters, options, ranks and capture.
 
 What stands here changes rarely: construction, a new parameter group, the ranks found, a checkpoint loaded. Whether a
-matrix is due for a refresh, every T steps and early, is told from here, too. The step itself is in
+matrix is due for a refresh, every T steps, is told from here, too. The step itself is in
 :mod:`ngplus.optimizers.base`.
 """
 
@@ -32,31 +32,13 @@ from ngplus.utils.warnings import no_such_name
 OF_ALL = ("model", "batch_dim", "sample_index", "process_group", "distribution")
 OF_ALL_RANKS = ("momentum_buffer", "refreshed")  # state that not only the owner has
 # Options that decide whether a matrix is due for a refresh.
-ARMING = ("step", "update_every", "early_refreshes", "scaling", "curvature", "side", "block_size", "sketch")
-
-
-def early_refreshes(every: int) -> list[int]:
-    """After how many steps the early ones come: none, 1, 5, 25, ..., below T/2."""
-    steps, power = [0], 1
-    while 2 * power < every:
-        steps.append(power)
-        power *= 5
-    return steps
-
-
-def next_refresh(group: Mapping[str, Any]) -> int:
-    """The step of the first refresh from a group's present step on, this one included."""
-    step, every = group["step"], group["update_every"]
-    early = early_refreshes(every) if group["early_refreshes"] else [0]
-    later = next((at for at in early if at >= step), None)
-    return early[-1] - (early[-1] - step) // every * every if later is None else later
+ARMING = ("step", "update_every", "curvature", "side", "block_size", "sketch")
 
 
 class MatrixOptimizer(Optimizer):
     """Parameters, options, matrices, teams and the capture of one optimizer, and the checkpoints of its state."""
 
     _accumulator_type: type[Accumulator] = Accumulator
-    _neutral: Mapping[str, Any] = {}  # values for the options of NG+ that a rival does not have
     _needed: tuple[str, ...] = ("lr", "damping", "update_every", "step")  # options that tell a state of this optimizer
     _own_keys: tuple[str, ...] = ("momentum_buffer",)  # state that has the parameter's dtype; all else keeps its own
 
@@ -75,7 +57,7 @@ class MatrixOptimizer(Optimizer):
         if sample_index is not None and not callable(sample_index):
             raise ValueError(f"Invalid sample_index: {sample_index!r} (a function of the model's inputs)")
         defaults = {**defaults, "step": 0, "state_version": checkpoints.VERSION}
-        self._check({**defaults, **self._resolve_defaults(defaults)})
+        self._check(defaults)
         self._option_names = tuple(defaults)
         if isinstance(params, nn.Module):
             if model is not None and model is not params:
@@ -126,16 +108,9 @@ class MatrixOptimizer(Optimizer):
     def _bound(self, uses: list[Use]) -> None:
         """After parameters have been bound to matrices."""
 
-    def _resolve_defaults(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Values for the options that a group leaves open."""
-        return {}
-
     def _check(self, group: Mapping[str, Any]) -> None:
         """ValueError for the first option that does not make sense."""
-        options.check(self._complete(group))
-
-    def _complete(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**self._neutral, **group} if self._neutral else group
+        options.check(group)
 
     # ---------------------------------------------------------------------------------------------- binding
 
@@ -180,7 +155,6 @@ class MatrixOptimizer(Optimizer):
                     "where it is for all groups"
                 )
             param_group = {**param_group, "step": 0}
-            param_group.update(self._resolve_defaults({**self.defaults, **param_group}))
             merged = {**self.defaults, **param_group}
             self._check(merged)
             if self._captures(merged) and self._model is None:
@@ -247,10 +221,8 @@ class MatrixOptimizer(Optimizer):
     # ---------------------------------------------------------------------------------------------- when to refresh
 
     def _due(self, matrix: ParameterMatrix) -> bool:
-        group = self._complete(self._group(matrix))
-        if not matrix.partition_of(group).stacks:  # no side is curved
-            return False
-        return group["step"] == next_refresh(group) or not self._fitted(matrix)
+        group = self._group(matrix)
+        return group["step"] % group["update_every"] == 0 or not self._fitted(matrix)
 
     def _fitted(self, matrix: ParameterMatrix) -> bool:
         """Is there curvature that fits? Where it is with its owner alone, all ranks go by what they have noted."""
@@ -262,9 +234,9 @@ class MatrixOptimizer(Optimizer):
 
     def _measures(self, matrix: ParameterMatrix) -> int:
         """What the curvature was last made for, as a number: torch's load_state_dict does not take strings."""
-        group = self._complete(self._group(matrix))
-        partition = matrix.partition_of(group)
-        return zlib.crc32(f"{matrix.side(group['side'])} {partition} {matrix.dtype} {group['scaling']}".encode())
+        group = self._group(matrix)
+        side, partition = matrix.side(group.get("side", "smaller")), matrix.partition_of(group)
+        return zlib.crc32(f"{side} {partition} {matrix.dtype}".encode())
 
     def _arm(self) -> None:
         self._armed_by = self._arming_options()
@@ -320,6 +292,8 @@ class MatrixOptimizer(Optimizer):
         for group in self.param_groups:
             loaded = self._loaded(group)
             group.update({key: loaded[key] for key in self._option_names})
+            for key in checkpoints.REMOVED:
+                group.pop(key, None)
         self._of_param.update({param: group for group in self.param_groups for param in group["params"]})
         self._of_matrix = {id(matrix): self._of_param[matrix.params[0]] for matrix in self._matrices}
         for distributor in self._distributors:
@@ -338,8 +312,7 @@ class MatrixOptimizer(Optimizer):
 
     def _loaded(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a saved group; those that are newer than its checkpoint get a value."""
-        merged = {**self.defaults, **checkpoints.renewed(group)}
-        return {**merged, **self._resolve_defaults(merged)}
+        return {**self.defaults, **checkpoints.renewed(group)}
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_model", "_batch_dim", "_sample_index", "_option_names", "_distribution")

@@ -3,12 +3,9 @@
 ======= =========================================================================================================
 version layout
 ======= =========================================================================================================
-0       before there were versions: groups have no ``state_version``. Loads; newer options get their default, those
-        of layout 2 what was done before them
-1       ``state_version`` in each group
-2       ``early_refreshes``; ``side="auto"`` is written out, as "both" or "smaller"
-3       ``side="auto"`` is written as such, and leaves vectors and plain tables without a basis
-4       ``second_moment``; ``"factored"`` ones in ``exp_avg_sq_row`` and ``exp_avg_sq_col``
+0 to 4  of ``NGPlus`` with ``scaling``: loads where that is "inverse" and the other options that are gone have the
+        values of ``REMOVED``; others are refused
+5       ``NGPlus`` and ``NGAdam``
 ======= =========================================================================================================
 """
 
@@ -21,7 +18,13 @@ from torch import Tensor
 
 from ngplus.utils.dtensor import is_dtensor, local
 
-VERSION = 4
+VERSION = 5
+
+# Options that are gone, with the values that stand for what is done today. Adaptive moments are refused by name.
+REMOVED: dict[str, Any] = {
+    "scaling": "inverse", "damping_mode": "absolute", "decoupled_weight_decay": False, "early_refreshes": False,
+    "beta2": 0.95, "eps": 1e-8, "second_moment": None, "drift": None, "background": None, "rate_gain": None,
+}  # fmt: skip
 
 
 def check(
@@ -60,6 +63,12 @@ def check(
                 f"The state_dict has layout {version!r}, and this ngplus reads layouts 0 to {VERSION}: "
                 "load it with the version of ngplus that has written it, or a newer one"
             )
+        for key in ("scaling", "damping_mode", "decoupled_weight_decay", "early_refreshes"):
+            if version < VERSION and group.get(key, REMOVED[key]) != REMOVED[key]:
+                raise ValueError(
+                    f"The state_dict has {key}={group[key]!r}, which this version of ngplus does not have: go on with "
+                    "the version that has written it, or begin with a new optimizer (NGAdam for scaling='adaptive')"
+                )
         if not isinstance(group["step"], int) or group["step"] < 0:
             raise ValueError(f"The state_dict is damaged: step={group['step']!r}")
         check_options(group)
@@ -73,11 +82,14 @@ def check(
 
 def renewed(group: Mapping[str, Any]) -> dict[str, Any]:
     """A saved group's options in today's words, with the meaning that they had."""
-    old = {"second_moment": "full", **group, "state_version": VERSION}
-    if group.get("state_version", 0) >= 2:
-        return old
-    old = {"early_refreshes": False, **old}
-    return {**old, "side": "smaller"} if group.get("side") == "auto" else old
+    if group.get("state_version", 0) == VERSION:
+        return dict(group)
+    old = {key: value for key, value in group.items() if key not in REMOVED}
+    if old.get("side") == "auto":
+        old["side"] = "smaller"
+    if "gamma" in old and old["gamma"] is None:
+        old["gamma"] = 1 - old["beta"]
+    return {**old, "state_version": VERSION}
 
 
 def _parts(given: Any, whose: str) -> tuple[list[dict[str, Any]], Mapping[Any, Any]]:

@@ -33,7 +33,7 @@ def gradient_parts(
             )
         first = first.coalesce()
         one_sided = len(matrix.partition_of(group).sides("right")) == 1
-        right = matrix.fixed_partition is not None or matrix.side(group["side"]) == "right"
+        right = matrix.fixed_partition is not None or matrix.side(group.get("side", "smaller")) == "right"
         if len(grads) == 1 and one_sided and right and matrix.kinds[0] == "rows":
             rows = first.indices()
         grads[0] = first.values().flatten(1) if rows is not None else first.to_dense()

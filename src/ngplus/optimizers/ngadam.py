@@ -15,12 +15,14 @@ from ngplus.capture.matrices import ParameterMatrix, Use, collect, separate
 from ngplus.diagnostics.plan import Plan, PlanRow, state_bytes, unless_frozen
 from ngplus.fisher.blocks import BlockPartition, NoPartition, TwoSidedPartition
 from ngplus.optimizers.base import BaseOptimizer, Direction, MatrixUpdate
+from ngplus.optimizers.options import check_learning_rate
+from ngplus.optimizers.update import adamw_steps
 from ngplus.preconditioners.curvature import Curvature
 from ngplus.preconditioners.roots import AdamPreconditioner, RootsPreconditioner, RowsPreconditioner, block_size
 from ngplus.reference import is_refresh
 from ngplus.utils.finite import RefreshStatus
 from ngplus.utils.typing import Group, State
-from ngplus.utils.validation import number, whole
+from ngplus.utils.validation import number
 
 
 class NGAdam(BaseOptimizer):
@@ -70,10 +72,7 @@ class NGAdam(BaseOptimizer):
 
     _needed = ("lr", "betas", "update_every", "step")
     _own_keys = ()
-    _neutral: Mapping[str, Any] = {
-        "scaling": "adaptive", "momentum": 0.0, "nesterov": False, "decoupled_weight_decay": True, "graft": None,
-        "side": "auto", "curvature": "batch",
-    }  # fmt: skip
+    _update_rule = staticmethod(adamw_steps)
 
     def __init__(
         self,
@@ -100,19 +99,13 @@ class NGAdam(BaseOptimizer):
         super().__init__(params, model, 0, defaults, process_group, distribution)
 
     def _check(self, group: Mapping[str, Any]) -> None:
-        lr, betas = group["lr"], group["betas"]
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
-        number("learning rate", lr)
+        check_learning_rate(group)
+        betas = group["betas"]
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise ValueError(f"Invalid betas: {betas!r} (two numbers)")
         for i, beta in enumerate(betas):
             number(f"beta parameter at index {i}", beta, top=1.0, open_top=True)
         number("eps", group["eps"])
-        number("weight_decay", group["weight_decay"])
-        whole("update_every", group["update_every"])
-        if not isinstance(group["maximize"], bool):
-            raise ValueError(f"Invalid maximize: {group['maximize']!r} (True or False)")
 
     def _captures(self, group: Mapping[str, Any]) -> bool:
         return False

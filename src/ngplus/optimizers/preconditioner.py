@@ -22,7 +22,7 @@ class Preconditioner:
 
     Examples:
         >>> model = nn.Linear(4, 2)
-        >>> preconditioner = ngplus.Preconditioner(model, scaling="adaptive", momentum=0.9)
+        >>> preconditioner = ngplus.Preconditioner(model, damping=0.1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         >>> model(torch.randn(8, 4)).square().mean().backward()
         >>> preconditioner.step()
@@ -31,21 +31,18 @@ class Preconditioner:
     Args:
         model: the module, or parameters with ``model=`` or ``curvature="batch"``, as in ``NGPlus``.
         options: those of ``NGPlus`` that shape the direction. Learning rate, momentum and weight decay are
-            the other optimizer's. The scaling is "inverse" unless it is given. With "adaptive", ``momentum`` (0 unless
-            it is given) and ``nesterov`` are those of Adam's first moment; with ``graft="adam"``, ``momentum`` is.
+            the other optimizer's. With ``graft="adam"``, ``momentum`` is that of Adam's first moment.
     """
 
     def __init__(self, model: nn.Module | Any, **options: Any) -> None:
-        of_the_step = {"lr", "nesterov", "momentum", "weight_decay", "decoupled_weight_decay", "maximize"}
-        if options.get("scaling") == "adaptive":
-            of_the_step -= {"momentum", "nesterov"}
-        elif options.get("graft") == "adam":
+        of_the_step = {"lr", "nesterov", "momentum", "weight_decay", "maximize"}
+        if options.get("graft") == "adam":
             of_the_step -= {"momentum"}
         if foreign := of_the_step & set(options):
             raise TypeError(
                 f"Preconditioner takes no {', '.join(sorted(foreign))}: give it to the optimizer that makes the step"
             )
-        self._optimizer = NGPlus(model, lr=1.0, **{"momentum": 0.0, "scaling": "inverse", **options})
+        self._optimizer = NGPlus(model, lr=1.0, **{"momentum": 0.0, **options})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,12 @@ from ngplus.utils.finite import LONGEST_STEP, norms_of, read_if_on_host, zero_wh
 
 Group = dict[str, Any]
 State = dict[str, Any]
+UpdateRule = Callable[
+    [Mapping[str, Any], list[nn.Parameter], Sequence[Tensor | Product], MutableMapping[Tensor, State]], list[Tensor]
+]
+
+# Of the step whose length graft="adam" takes.
+GRAFT_BETA2, GRAFT_EPS = 0.95, 1e-8
 
 
 def worked_out(param: nn.Parameter, direction: Tensor | Product) -> Tensor:
@@ -24,15 +30,13 @@ def update_parameters(
     group: Mapping[str, Any],
     directions: Mapping[nn.Parameter, Tensor | Product],
     states: MutableMapping[Tensor, State],
+    rule: UpdateRule,
     skip: Tensor | None = None,
-    length: Tensor | None = None,
 ) -> tuple[list[nn.Parameter], Tensor]:
-    """Momentum and weight decay of torch.optim.SGD on the directions, then W <- W - lr * direction.
-
-    Rows of a sparse gradient come and go: they get no momentum, and weight decay refuses them, as SGD does.
+    """W <- W - lr * step, where ``rule`` makes the steps of the directions: :func:`sgd_steps`, :func:`adamw_steps`.
 
     A step that would leave its parameter not finite is left out, and its momentum begins anew: the parameters are
-    returned with a flag for each, [n]. Where ``skip`` is set, no parameter changes. ``length``: no direction is longer.
+    returned with a flag for each, [n]. Where ``skip`` is set, no parameter changes.
     """
     lr = group["lr"]
     if isinstance(lr, Tensor):
@@ -42,9 +46,9 @@ def update_parameters(
     params = [param for param in group["params"] if param in directions]
     if not params:
         return params, torch.zeros(0, dtype=torch.bool)
-    steps = _steps(group, params, [directions[param] for param in params], states)
+    steps = rule(group, params, [directions[param] for param in params], states)
     parts = [local(param) for param in params]
-    bad = _too_long(parts, steps, lr, length if group["weight_decay"] == 0 else None)
+    bad = _too_long(parts, steps, lr)
     _subtract(parts, steps, lr, bad if skip is None else bad | skip)
     seen = read_if_on_host(bad)
     if seen is None or any(seen):
@@ -53,15 +57,34 @@ def update_parameters(
     return params, bad
 
 
-def _steps(
+def adamw_steps(
     group: Mapping[str, Any],
     params: list[nn.Parameter],
     directions: Sequence[Tensor | Product],
     states: MutableMapping[Tensor, State],
 ) -> list[Tensor]:
-    """The directions with weight decay and momentum."""
-    decay, decoupled = group["weight_decay"], group["decoupled_weight_decay"]
-    momentum = group["momentum"] if group["scaling"] == "inverse" else 0.0
+    """The directions with decoupled weight decay, as in torch.optim.AdamW. Rows of a sparse gradient have none."""
+    steps = [worked_out(param, direction) for param, direction in zip(params, directions, strict=True)]
+    if group["weight_decay"] != 0:
+        dense = [i for i, step in enumerate(steps) if not step.is_sparse]
+        weights = [local(params[i]) for i in dense]
+        decayed = torch._foreach_add([steps[i] for i in dense], weights, alpha=group["weight_decay"]) if dense else ()
+        for i, step in zip(dense, decayed, strict=True):
+            steps[i] = step
+    return steps
+
+
+def sgd_steps(
+    group: Mapping[str, Any],
+    params: list[nn.Parameter],
+    directions: Sequence[Tensor | Product],
+    states: MutableMapping[Tensor, State],
+) -> list[Tensor]:
+    """The directions with the weight decay and momentum of torch.optim.SGD.
+
+    Rows of a sparse gradient come and go: they get no momentum, and weight decay refuses them, as SGD does.
+    """
+    decay, momentum = group["weight_decay"], group["momentum"]
     for param in params if momentum != 0 else ():
         held = states[param].get("momentum_buffer")
         if held is not None and held.dtype != param.dtype:  # the model was cast
@@ -87,28 +110,22 @@ def _steps(
             steps[i] = step
 
     weights = [local(param) for param in params]  # of sharded parameters, the part that is here
-    if decay != 0 and not decoupled:
+    if decay != 0:
         if added:
             torch._foreach_add_(pick(steps, added), pick(weights, added), alpha=decay)
         if rest:
             replace(rest, torch._foreach_add(pick(steps, rest), pick(weights, rest), alpha=decay))
     if rest and momentum != 0:
         replace(rest, _with_momentum(group, [params[i] for i in rest], pick(steps, rest), states))
-    if decay != 0 and decoupled and added + rest:
-        dense = added + rest
-        replace(dense, torch._foreach_add(pick(steps, dense), pick(weights, dense), alpha=decay))
     return steps
 
 
-def _too_long(params: Sequence[Tensor], steps: list[Tensor], lr: float | Tensor, length: Tensor | None) -> Tensor:
+def _too_long(params: Sequence[Tensor], steps: list[Tensor], lr: float | Tensor) -> Tensor:
     """Flags, [n], of the steps that are not finite, or so long that they could leave a parameter not finite."""
-    coarse = any(param.dtype == torch.float16 for param in params)  # whose range ends at 65504
-    if length is not None and not coarse and read_if_on_host(length * lr < LONGEST_STEP):
-        return torch.zeros(len(steps), dtype=torch.bool)
     norms = norms_of(steps)
     bad = ~(norms * lr < LONGEST_STEP)  # what is not a number is below nothing
     for i, (param, step) in enumerate(zip(params, steps, strict=True)):
-        if param.dtype == torch.float16:
+        if param.dtype == torch.float16:  # whose range ends at 65504
             bad[i] |= ~((param.float() - lr * step.float()).to(param.dtype).isfinite().all())
     return bad
 
@@ -145,7 +162,7 @@ def _with_momentum(
 ) -> list[Tensor]:
     momentum = group["momentum"]
     # Adam's step length already counts the past: a plain sum of such steps would be 1 / (1 - momentum) times as long.
-    dampening = momentum if group["graft"] == "adam" else 0.0
+    dampening = momentum if group.get("graft") == "adam" else 0.0
     old: list[Tensor] = []
     estimate: list[Tensor] = []
     for param, step in zip(params, steps, strict=True):
@@ -170,7 +187,7 @@ def graft_length(state: State, gradient: Tensor, group: Group, sparse: bool) -> 
     """The length of the step that the grafted method would make for this matrix."""
     if group["graft"] == "sgd" or sparse:
         return torch.linalg.vector_norm(gradient)
-    beta1, beta2 = group["momentum"], group["beta2"]
+    beta1, beta2 = group["momentum"], GRAFT_BETA2
     if "graft_exp_avg" not in state or state["graft_exp_avg"].shape != gradient.shape or group["step"] == 0:
         state["graft_exp_avg"], state["graft_exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
         state["graft_step"] = 0
@@ -180,7 +197,7 @@ def graft_length(state: State, gradient: Tensor, group: Group, sparse: bool) -> 
     step = state["graft_step"] = int(state["graft_step"]) + 1
     first = state["graft_exp_avg"].lerp_(gradient, 1 - beta1) / (1 - beta1**step)
     second = state["graft_exp_avg_sq"].lerp_(gradient.square(), 1 - beta2) / (1 - beta2**step)
-    return torch.linalg.vector_norm(first / (second.sqrt() + group["eps"]))
+    return torch.linalg.vector_norm(first / (second.sqrt() + GRAFT_EPS))
 
 
 def with_length(direction: Tensor, length: Tensor) -> Tensor:

@@ -10,23 +10,17 @@ curvature                    the moving average of L or R                       
 inverse                      (lambda I + L)^-1                                    solver "dense"
 factor, core                 U and the r x r (or r x q) matrix beside it          "woodbury", "sketched"
 sketch_seed                  of the sketch in the core                            "sketched"
-damping                      lambda of the last refresh                           scaling "inverse"
-basis, spectrum              Q and w of L = Q diag(w) Q^T                         scaling "adaptive"
-exp_avg, exp_avg_sq          Adam's two moments in the basis                      scaling "adaptive"
-exp_avg_sq_row, _col         the second's means over rows and over columns        second_moment "factored"
-adam_step                    the steps that they have seen                        scaling "adaptive"
-floor                        the rounding of their roots at the last refresh      scaling "adaptive"
+damping                      lambda of the last refresh                           all
 graft_exp_avg, ..._sq, _step Adam's moments of the plain gradient                 graft "adam"
 refreshed                    what the last refresh was made for, as a number      all
 ============================ ==================================================== =========================
 
-A tensor is a stack [groups * blocks, p, ...]; where the last block is smaller, or where both sides are curved, the
-others lie beside it under ``..._tail``, ``..._tail2`` and ``..._tail3``.
+A tensor is a stack [groups * blocks, p, ...]; where the last block is smaller, it lies beside it under ``..._tail``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,7 +30,7 @@ from torch import Tensor
 from ngplus.capture.accumulator import Accumulator, keeps_root
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.fisher import inverses
-from ngplus.fisher.blocks import BlockPartition, TwoSidedPartition
+from ngplus.fisher.blocks import BlockPartition
 from ngplus.fisher.factors import wide
 from ngplus.fisher.sketch import Sketch, SketchSpec
 from ngplus.utils.finite import RefreshStatus, all_finite
@@ -44,15 +38,15 @@ from ngplus.utils.typing import Group, State
 
 Solved = dict[str, Any]  # entries for a state, stacks still as lists
 
-TAILS = ("", "_tail", "_tail2", "_tail3")  # two stacks of each of two sides at most
-RELATIVE_AUTO = 0.1  # damping="auto" is relative damping with this coefficient
-DAMPING_FLOOR = 1e-30  # relative damping of a zero matrix
+TAILS = ("", "_tail")
+RELATIVE_AUTO = 0.1  # damping="auto", as a part of the mean eigenvalue
+DAMPING_FLOOR = 1e-30  # damping="auto" of a zero matrix
 
 
 class Curvature(NamedTuple):
     """A matrix's side, "left" or "right", and its dense L or R: [d, d], or [groups, d, d] for a grouped convolution.
 
-    Where both sides are curved, it is the smaller one's.
+    Of NGAdam, it is the smaller one's.
 
     Examples:
         >>> side, matrix = Curvature("left", torch.eye(2))
@@ -123,9 +117,6 @@ def mini_batch(matrix: ParameterMatrix, gradient: Tensor, group: Group, seed: in
     if spec is not None and spec.size < curved.shape[-1]:
         curved = Sketch(spec, curved.shape[-1], seed)(curved)
     partition = matrix.partition_of(group)
-    if isinstance(partition, TwoSidedPartition):
-        (_, first), (_, second) = partition.sides(side)
-        return CurvatureEstimate([stack @ stack.mT for stack in [*first.split(curved), *second.split(curved.mT)]])
     stacks = partition.split(curved)
     if group["solver"] in ("woodbury", "sketched"):
         return CurvatureEstimate(
@@ -149,8 +140,7 @@ def average(state: State, estimate: CurvatureEstimate, group: Group) -> Curvatur
 def online(state: State, estimate: CurvatureEstimate, group: Group) -> None:
     """Ltilde_k = beta Ltilde_(k-1) + gamma G_B G_B^T in every step, the first included, started from lambda_0 I."""
     matrices = estimate.dense()
-    beta = group["beta"]
-    gamma = 1 - beta if group["gamma"] is None else group["gamma"]
+    beta, gamma = group["beta"], group["gamma"]
     old = read(state, "curvature")
     if group["step"] == 0 or old is None or [o.shape for o in old] != [m.shape for m in matrices]:
         start = damping_of(group, [gamma * m.diagonal(dim1=-2, dim2=-1) for m in matrices])
@@ -162,21 +152,15 @@ def online(state: State, estimate: CurvatureEstimate, group: Group) -> None:
 
 
 def damping_of(group: Group, diagonals: Sequence[Tensor]) -> Tensor:
-    """lambda: absolute, or relative to the mean eigenvalue trace(L)/d of the whole layer, from L's diagonals."""
-    damping, relative = group["damping"], group["damping_mode"] == "relative"
-    if damping == "auto":
-        damping, relative = RELATIVE_AUTO, True
-    like = diagonals[0]
-    if not relative:
-        return like.new_zeros(()) + damping  # no constant: a compiled step follows a schedule without recompilation
+    """lambda; "auto" is a part of the mean eigenvalue trace(L)/d of the whole layer, from L's diagonals."""
+    if group["damping"] != "auto":  # no constant: a compiled step follows a schedule without recompilation
+        return diagonals[0].new_zeros(()) + group["damping"]
     mean = torch.cat([diagonal.flatten() for diagonal in diagonals]).mean()
-    return (damping * mean).clamp_min(DAMPING_FLOOR)
+    return (RELATIVE_AUTO * mean).clamp_min(DAMPING_FLOOR)
 
 
 def solved(estimate: CurvatureEstimate, group: Group, seed: int, status: RefreshStatus | None = None) -> Solved:
-    """What the next steps apply: an inverse, Woodbury's pair, or the eigenbasis. Pure, and the costly part."""
-    if group["scaling"] == "adaptive":
-        return _as_state([inverses.eigenbasis(m, status) for m in estimate.dense()])
+    """What the next steps apply: an inverse, or Woodbury's pair. Pure, and the costly part."""
     if estimate.roots is None:
         matrices = estimate.dense()
         damping = damping_of(group, [m.diagonal(dim1=-2, dim2=-1) for m in matrices])
@@ -187,18 +171,6 @@ def solved(estimate: CurvatureEstimate, group: Group, seed: int, status: Refresh
         return {"damping": damping, "factor": estimate.roots, "core": cores, "sketch_seed": seed}
     cores = [inverses.woodbury_core(root, damping, status) for root in estimate.roots]
     return {"damping": damping, "factor": estimate.roots, "core": cores}
-
-
-def eigenbases(tasks: Sequence[tuple[CurvatureEstimate, RefreshStatus | None]]) -> Iterator[Solved]:
-    """The same for the eigenbases of many matrices; small ones of one size take one call."""
-    each = [(matrix, status) for estimate, status in tasks for matrix in estimate.dense()]
-    pairs = inverses.eigenbases(each)
-    for estimate, _ in tasks:
-        yield _as_state([next(pairs) for _ in estimate.dense()])
-
-
-def _as_state(pairs: Sequence[tuple[Tensor, Tensor]]) -> Solved:
-    return {"basis": [q for _, q in pairs], "spectrum": [w for w, _ in pairs]}
 
 
 def install(state: State, new: Solved) -> None:
@@ -255,8 +227,8 @@ def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: C
     """L or R, [groups, d, d]: as it was gathered, or recovered from what the steps keep."""
     partition = matrix.partition_of(group)
     whole = [read(state, "curvature"), None if held is None else held.dense()]
-    factor, inverse, basis = read(state, "factor"), read(state, "inverse"), read(state, "basis")
-    for stacks in (*whole, factor, inverse, basis):
+    factor, inverse = read(state, "factor"), read(state, "inverse")
+    for stacks in (*whole, factor, inverse):
         if stacks is not None and [x.shape[:2] for x in stacks] != partition.shapes:
             raise RuntimeError(
                 f"The curvature of {matrix.name!r} was made for other blocks: the next step makes it anew"
@@ -266,21 +238,17 @@ def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: C
             return partition.dense(stacks)
     if factor is not None:
         return partition.dense([u @ u.mT for u in factor])
-    if inverse is not None:
-        # Rounding in the inverse comes back multiplied by its condition number: work in float64.
-        dtype = wide(inverse[0])
-        damping = state["damping"].to(dtype)
-        stacks = [inverses.damped(torch.linalg.inv(i.to(dtype)), -damping).to(i.dtype) for i in inverse]
-        return partition.dense(stacks)
-    spectrum = read(state, "spectrum")
-    if basis is None or spectrum is None:
+    if inverse is None:
         raise RuntimeError(f"{matrix.name!r} has no curvature yet: it is gathered by the first step")
-    return partition.dense([inverses.from_eigenbasis(w, q) for q, w in zip(basis, spectrum, strict=True)])
+    # Rounding in the inverse comes back multiplied by its condition number: work in float64.
+    dtype = wide(inverse[0])
+    damping = state["damping"].to(dtype)
+    return partition.dense([inverses.damped(torch.linalg.inv(i.to(dtype)), -damping).to(i.dtype) for i in inverse])
 
 
 def add_placeholders(state: State, group: Group) -> None:
     """Empty entries for what the solver "auto" may come to keep, so that a flat distributed checkpoint finds them."""
-    if group["solver"] == "auto" and group["curvature"] == "sample" and group["scaling"] == "inverse":
+    if group["solver"] == "auto" and group["curvature"] == "sample":
         tails = ("", "_tail") if "inverse_tail" in state or "factor_tail" in state else ("",)
         for key in (key + tail for key in ("inverse", "factor", "core") for tail in tails):
             state.setdefault(key, state["damping"].new_empty(0))

@@ -25,7 +25,7 @@ class EmbeddingRule(LayerRule):
     vectors that are used in any other way get mini-batch curvature.
 
     Examples:
-        >>> row = ngplus.NGPlus(nn.Embedding(1000, 16), scaling="inverse").plan()[0]
+        >>> row = ngplus.NGPlus(nn.Embedding(1000, 16)).plan()[0]
         >>> row.shape, row.side
         ((1000, 16), 'right')
     """

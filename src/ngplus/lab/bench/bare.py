@@ -16,7 +16,7 @@ import ngplus
 from ngplus.lab.bench.problems import PROBLEMS
 from ngplus.lab.bench.record import Setting, Taken
 from ngplus.lab.bench.timing import Stopwatch, Turn, take_turns
-from ngplus.lab.bench.training import FIRST_ORDER, INVERSE, Contender
+from ngplus.lab.bench.training import FIRST_ORDER, NGPLUS, Contender
 
 Product = Callable[[], None]
 
@@ -25,7 +25,7 @@ def measure(setting: Setting) -> Taken:
     """Steps without a pass between them, on the gradients of one batch, beside the bare work on tensors of the same
     shapes."""
     problem = PROBLEMS["resnet"](setting.quick)
-    contender = Contender(problem, "ngplus-paper", {**INVERSE, "update_every": 10**6})
+    contender = Contender(problem, "ngplus", {**NGPLUS, "update_every": 10**6})
     contender.train(Stopwatch(), "first")  # the refresh; no step after it makes another
     optimizer: Any = contender.optimizer
     products = [product for row in optimizer.plan() for product in products_of(row)]

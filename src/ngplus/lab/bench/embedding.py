@@ -9,10 +9,10 @@ from ngplus.lab import optimizers
 from ngplus.lab.bench.processes import in_process
 from ngplus.lab.bench.record import Setting, Taken
 from ngplus.lab.bench.timing import Stopwatch, Times, Turn, take_turns
-from ngplus.lab.bench.training import ADAPTIVE, INVERSE
+from ngplus.lab.bench.training import NGADAM, NGPLUS
 
 WIDTH, SAMPLES, LOOKUPS = 64, 1000, 10
-HYPER = {"ngplus-paper": INVERSE, "ngplus": ADAPTIVE}
+HYPER = {"ngplus": NGPLUS, "ngadam": NGADAM}
 
 
 class Table:

@@ -14,7 +14,7 @@ from ngplus.lab.bench.rows import ROWS, rows_of
 # Where each is taken, and in how many rounds where nothing else is asked for.
 MEASUREMENTS: dict[str, tuple[str, int]] = {
     "resnet": ("training:resnet", 7),
-    "adaptive": ("training:adaptive", 5),
+    "ngadam": ("training:ngadam", 5),
     "transformer": ("training:transformer", 9),
     "mlp": ("training:mlp", 15),
     "bare": ("bare:measure", 15),

@@ -51,10 +51,10 @@ def in_process(name: str, **options: Any) -> Numbers:
 # SGD; NG+ whose one refresh is that of the first, small step; NG+ whose last step is a refresh as well. In both forms.
 MEMORY: dict[str, Numbers] = {
     "sgd": {"optimizer": "sgd", "every": None},
-    "plain": {"optimizer": "ngplus-paper", "every": 10**6},
-    "refresh": {"optimizer": "ngplus-paper", "every": 3},
-    "adaptive-plain": {"optimizer": "ngplus", "every": 10**6},
-    "adaptive-refresh": {"optimizer": "ngplus", "every": 3},
+    "plain": {"optimizer": "ngplus", "every": 10**6},
+    "refresh": {"optimizer": "ngplus", "every": 3},
+    "ngadam-plain": {"optimizer": "ngadam", "every": 10**6},
+    "ngadam-refresh": {"optimizer": "ngadam", "every": 3},
 }
 
 
@@ -73,10 +73,10 @@ def steps(problem: str, optimizer: str, every: int | None, quick: bool) -> Numbe
     """The first step, always a refresh, has a batch that takes no memory; then three with the whole batch, of which the
     last is a refresh where ``every`` is 3."""
     from ngplus.lab.bench.problems import PROBLEMS
-    from ngplus.lab.bench.training import ADAPTIVE, FIRST_ORDER, INVERSE, Contender
+    from ngplus.lab.bench.training import FIRST_ORDER, NGADAM, NGPLUS, Contender
 
     chosen = PROBLEMS[problem](quick)
-    hyper = FIRST_ORDER.get(optimizer) or {"ngplus": ADAPTIVE, "ngplus-paper": INVERSE}[optimizer]
+    hyper = FIRST_ORDER.get(optimizer) or {"ngadam": NGADAM, "ngplus": NGPLUS}[optimizer]
     contender = Contender(chosen, optimizer, {**hyper, **({} if every is None else {"update_every": every})})
     chosen.small_loss(contender.model).backward()
     contender.optimizer.step()

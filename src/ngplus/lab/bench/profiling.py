@@ -22,29 +22,26 @@ from torch.profiler import ProfilerActivity, record_function
 from ngplus.lab import optimizers
 from ngplus.lab.bench.problems import PROBLEMS
 from ngplus.lab.bench.timing import Stopwatch
-from ngplus.lab.bench.training import ADAPTIVE, INVERSE, Contender
+from ngplus.lab.bench.training import NGADAM, NGPLUS, Contender
 from ngplus.lab.figures import common
 
 # Within the step: the functions of the optimizer's frame, by their part.
 FRAME = {
     "_check": "checks",
-    "_repeated": "checks",
     "_with_gradients": "checks",
     "_updates": "gradients",
     "_take_up": "inverses",
-    "_refresh_all": "inverses",
-    "_precondition": "directions",
-    "directions": "directions",
+    "_observe": "inverses",
+    "_direction": "directions",
     "by_parameter": "directions",
     "update_parameters": "update",
     "_advance": "arming",
-    "_remember": "arming",
 }
 PARTS = (
     "forward", "backward", "capture in forward", "capture products", "checks", "gradients", "inverses", "directions",
     "update", "arming", "step, other",
 )  # fmt: skip
-METHODS = {"inverse": ("ngplus-paper", INVERSE), "adaptive": ("ngplus", ADAPTIVE)}
+METHODS = {"ngplus": NGPLUS, "ngadam": NGADAM}
 
 
 @dataclass
@@ -63,13 +60,13 @@ Shares = dict[str, Share]
 
 
 def run(names: list[str], quick: bool, out: Path, console: Console) -> None:
-    """Profiles the models of these names, ResNet-50 where none is given, with both scalings."""
+    """Profiles the models of these names, ResNet-50 where none is given, with NGPlus and NGAdam."""
     for name in names or ["resnet"]:
         optimizers.check_name(name, PROBLEMS, "model of the benchmark")
         shares: dict[str, Shares] = {}
-        for scaling in METHODS:
-            with console.status(f"{name}, {scaling}"):
-                shares |= {f"{scaling}, {kind}": found for kind, found in profile(name, scaling, quick).items()}
+        for method in METHODS:
+            with console.status(f"{name}, {method}"):
+                shares |= {f"{method}, {kind}": found for kind, found in profile(name, method, quick).items()}
         _print(PROBLEMS[name](quick).title, shares, console)
         paths = [*_draw(f"profile-{name}", PROBLEMS[name](quick).title, shares, out), out / f"profile-{name}.json"]
         content = {
@@ -80,12 +77,11 @@ def run(names: list[str], quick: bool, out: Path, console: Console) -> None:
         console.print(", ".join(map(str, paths)), highlight=False, soft_wrap=True)
 
 
-def profile(name: str, scaling: str, quick: bool) -> dict[str, Shares]:
-    """The shares of a plain and of a refresh step, after one of each that warms up."""
+def profile(name: str, method: str, quick: bool) -> dict[str, Shares]:
+    """The shares of a plain and of a refresh step, after some that warm up."""
     problem = PROBLEMS[name](quick)
-    optimizer, hyper = METHODS[scaling]
-    contender = Contender(problem, optimizer, {**hyper, "update_every": 2})
-    for _ in range(2):
+    contender = Contender(problem, method, {**METHODS[method], "update_every": 2})
+    for _ in range(6):  # NGAdam refreshes in all of its first steps
         contender.train(Stopwatch(), "")
     return {kind: _recorded(contender) for kind in ("refresh", "plain")}
 

@@ -1,7 +1,7 @@
 """What people would take instead: the cost of a training step of each method, on the same models in the same run.
 
-All methods that refresh something do so every T = 20 steps. Those that do not capture share one forward and backward
-pass of a round, since theirs are the same; NG+ and KFAC make their own, with and without the capture.
+All methods that refresh something do so every T = 20 steps, NGAdam every 5. Those that do not capture share one forward
+and backward pass of a round, since theirs are the same; NG+ and KFAC make their own, with and without the capture.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from ngplus.lab.bench.problems import PROBLEMS
 from ngplus.lab.bench.record import Setting, Taken
 from ngplus.lab.bench.state import bytes_by_name
 from ngplus.lab.bench.timing import Stopwatch, Turn, take_turns
-from ngplus.lab.bench.training import ADAPTIVE, FIRST_ORDER, INVERSE, Contender, refresh_turn
+from ngplus.lab.bench.training import FIRST_ORDER, NGADAM, NGPLUS, Contender, refresh_turn
 
 CAPTURING: dict[str, tuple[str, dict[str, Any]]] = {
-    "ngplus-inverse": ("ngplus-paper", INVERSE),
-    "ngplus-adaptive": ("ngplus", ADAPTIVE),
-    "ngplus-batch": ("ngplus-batch", ADAPTIVE),
+    "ngplus": ("ngplus", NGPLUS),
+    "ngadam": ("ngadam", NGADAM),
     "kfac": ("kfac", {"lr": 1e-5}),
 }
 # By the steps in which they refresh, where that is every second one: all but Shampoo in the odd ones.

@@ -17,7 +17,7 @@ from ngplus.lab.bench.state import curvature_bytes
 from ngplus.lab.bench.timing import Array, Spread, Times, amortised, exponents
 
 MICRO_BATCHES = 8  # of 32 images: a batch of 256 by accumulation
-T_SHORT, T_LONG = 20, 500
+T_SHORT, T_LONG, T_NGADAM = 20, 500, 5
 MEGA = 10**6
 
 
@@ -111,9 +111,10 @@ def added_cost(times: Times, name: str, base: str, every: int, passes: int = 1) 
 
 def _against(times: Times, base: str, every: int, passes: int, asked: float | None, what: str) -> Row:
     other = passes * times[f"{base}.pass"] + times[f"{base}.step"]
-    same = Spread.of(added_cost(times, "ngplus", base, every, passes)[:, 0])
+    name = "ngadam" if base == "adamw" else "ngplus"
+    same = Spread.of(added_cost(times, name, base, every, passes)[:, 0])
     note = f"{same.median:.4f} with the pass of {base} for both"
-    return Row("", what, training_step(times, "ngplus", every, passes) / other, asked, note=note)
+    return Row("", what, training_step(times, name, every, passes) / other, asked, note=note)
 
 
 def step(name: str, one: Measurement) -> list[Row]:
@@ -147,13 +148,13 @@ def inverses(name: str, one: Measurement) -> list[Row]:
     return [Row("", f"all inverses against a forward and backward: {one.numbers['problem']}", extra, 0.03)]
 
 
-def adaptive(name: str, one: Measurement) -> list[Row]:
+def ngadam(name: str, one: Measurement) -> list[Row]:
     t, problem = one.times, one.numbers["problem"]
-    what = f'"adaptive": training step against AdamW, T = {T_SHORT}: {problem}'
-    bases = (t["ngplus.refresh.step"] - t["ngplus.plain.step"]) / t["adamw.pass"]
+    what = f"NGAdam: training step against AdamW, T = {T_NGADAM}: {problem}"
+    roots = (t["ngadam.refresh.step"] - t["ngadam.plain.step"]) / t["adamw.pass"]
     return [
-        _against(t, "adamw", T_SHORT, 1, 1.10, what),
-        Row("", '"adaptive": refresh of all bases against a forward and backward', bases, 0.15),
+        _against(t, "adamw", T_NGADAM, 1, 1.10, what),
+        Row("", "NGAdam: all roots against a forward and backward", roots, 0.15),
     ]
 
 
@@ -186,14 +187,14 @@ def memory(name: str, one: Measurement) -> list[Row]:
     what = "peak memory of a process with a refresh step against one with plain steps"
     return [
         Row("", what, peaks["refresh"] / peaks["plain"], 1.15, note=shown),
-        Row("", f'{what}, "adaptive"', peaks["adaptive-refresh"] / peaks["adaptive-plain"]),
+        Row("", f"{what}, NGAdam", peaks["ngadam-refresh"] / peaks["ngadam-plain"]),
         Row("", "peak memory of a process with plain steps against SGD's", peaks["plain"] / peaks["sgd"]),
     ]
 
 
 STATE_ASKED = {"sample": 0.30, "momentum": 0.55}
 STATE_TITLES = {
-    "sample": 'NG+ "inverse", sample', "momentum": 'NG+ "inverse", momentum', "adaptive": 'NG+ "adaptive"',
+    "sample": "NGPlus, sample", "momentum": "NGPlus, momentum", "ngadam": "NGAdam",
     "sgd": "SGD with momentum", "adamw": "AdamW", "kfac": "KFAC, moving average", "kfac-sample": "KFAC, inverses only",
     "shampoo": "Shampoo", "soap": "SOAP",
 }  # fmt: skip
@@ -213,7 +214,7 @@ def embedding(name: str, one: Measurement) -> list[Row]:
     t, peaks, found = one.times, one.numbers["peaks"], []
     size = f"{one.numbers['rows']:,} x {one.numbers['width']}, {one.numbers['touched']:,} rows touched"
     extra = {key: (p["peak"] - peaks["sgd"]["peak"]) / MEGA for key, p in peaks.items()}
-    for method, label, asked in (("ngplus-paper", "", True), ("ngplus", ', "adaptive"', False)):
+    for method, label, asked in (("ngplus", "", True), ("ngadam", ", NGAdam", False)):
         whole = training_step(t, method, T_SHORT) / (t["sgd.pass"] + t["sgd.step"])
         note = f"{np.median(whole[:, 0]):.2f} of a training step with T = {T_SHORT}"
         what = f"sparse embedding {size}: step against torch's sparse SGD{label}"
@@ -245,7 +246,7 @@ def imports(name: str, one: Measurement) -> list[Row]:
 
 RIVALS = {
     "adamw": "AdamW", "muon": "Muon", "shampoo": "Shampoo", "soap": "SOAP", "kfac": "KFAC",
-    "ngplus-inverse": 'NG+ "inverse"', "ngplus-adaptive": 'NG+ "adaptive"', "ngplus-batch": 'NG+ "adaptive", "batch"',
+    "ngplus": "NGPlus", "ngadam": "NGAdam",
 }  # fmt: skip
 
 
@@ -257,9 +258,10 @@ def rival_steps(times: Times, every: int = T_SHORT) -> dict[str, Array]:
         if f"{name}.step" in times:
             found[name] = (times["base.pass"] + times[f"{name}.step"]) / sgd
         else:
-            cost = amortised(times[f"{name}.plain.step"], times[f"{name}.refresh.step"], every)
+            own = T_NGADAM if name == "ngadam" else every
+            cost = amortised(times[f"{name}.plain.step"], times[f"{name}.refresh.step"], own)
             if f"{name}.plain.pass" in times:
-                cost = cost + (times[f"{name}.refresh.pass"] - times[f"{name}.plain.pass"]) / every
+                cost = cost + (times[f"{name}.refresh.pass"] - times[f"{name}.plain.pass"]) / own
             found[name] = (times["base.pass"] + cost) / sgd
     return found
 
@@ -274,7 +276,8 @@ def rivals(name: str, one: Measurement) -> list[Row]:
             [t[f"{method}.step"]] if f"{method}.step" in t else [t[f"{method}.{k}.step"] for k in ("plain", "refresh")]
         )
         note = f"step {' / '.join(_ms(x) for x in parts)}, state {state:.2f} of the gradient"
-        what = f"{RIVALS[method]}: training step against SGD, T = {T_SHORT}: {one.numbers['problem']}"
+        every = T_NGADAM if method == "ngadam" else T_SHORT
+        what = f"{RIVALS[method]}: training step against SGD, T = {every}: {one.numbers['problem']}"
         found.append(Row("", what, ratio, note=note))
     return found
 
@@ -290,7 +293,7 @@ ROWS: dict[str, Group] = {
     "step-256": Group("the same for batch 256 and T = 500", {"resnet": step_large}),
     "build": Group("building all L or R against a forward and backward", dict.fromkeys(_PASSES, build)),
     "inverses": Group("all inverses of ResNet-50 against a forward and backward", {"resnet": inverses}),
-    "adaptive": Group('"adaptive" scaling on ResNet-50 against AdamW; its bases', {"adaptive": adaptive}),
+    "ngadam": Group("NGAdam on ResNet-50 against AdamW; its roots", {"ngadam": ngadam}),
     "bare": Group("a step without refresh against its bare GEMMs and SGD", {"bare": bare}),
     "capture": Group("a pass without refresh, capture installed or not", dict.fromkeys(_PASSES, capture)),
     "memory": Group("peak memory with a refresh and without", {"memory": memory}),

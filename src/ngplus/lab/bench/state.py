@@ -12,15 +12,15 @@ from ngplus.lab import optimizers
 from ngplus.lab.bench.problems import PROBLEMS
 from ngplus.lab.bench.record import Setting, Taken
 from ngplus.lab.bench.timing import Stopwatch
-from ngplus.lab.bench.training import ADAPTIVE, INVERSE, Contender
+from ngplus.lab.bench.training import NGADAM, NGPLUS, Contender
 
 # What SGD and Adam keep as well: it is shown, but it is not curvature.
 MOMENTS = ("momentum_buffer", "momentum", "graft", "step")  # and all whose name begins with exp_avg
 
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "sample": ("ngplus-paper", INVERSE),
-    "momentum": ("ngplus-paper", {**INVERSE, "curvature": "momentum"}),
-    "adaptive": ("ngplus", ADAPTIVE),
+    "sample": ("ngplus", NGPLUS),
+    "momentum": ("ngplus", {**NGPLUS, "curvature": "momentum"}),
+    "ngadam": ("ngadam", NGADAM),
     "sgd": ("sgd", {}),
     "adamw": ("adamw", {}),
     "kfac": ("kfac", {}),

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import ngplus
 from ngplus.lab import optimizers
 from ngplus.lab.bench.problems import PROBLEMS, Problem
 from ngplus.lab.bench.record import Setting, Taken
 from ngplus.lab.bench.timing import Stopwatch, Turn, take_turns
 
 # Small rates: the weights must stay where the numbers are ordinary ones, however many steps are made.
-INVERSE: dict[str, Any] = {"lr": 1e-5, "momentum": 0.9, "scaling": "inverse", "curvature": "sample", "damping": 0.3}
-ADAPTIVE: dict[str, Any] = {"lr": 1e-6, "early_refreshes": False}  # the defaults; T alone says which step refreshes
+NGPLUS: dict[str, Any] = {"lr": 1e-5, "momentum": 0.9, "curvature": "sample", "damping": 0.3}
+NGADAM: dict[str, Any] = {"lr": 1e-6}
 QUARTER: dict[str, dict[str, Any]] = {"quarter": {"samples": 0.25}}  # L and R from a quarter of the batch
 FIRST_ORDER: dict[str, dict[str, Any]] = {"sgd": {"lr": 1e-5, "momentum": 0.9}, "adamw": {"lr": 1e-6}}
 
@@ -44,6 +45,10 @@ def plain_turn(contender: Contender, name: str) -> Turn:
 
 def refresh_turn(contender: Contender, name: str) -> Turn:
     """A step with a refresh and one without; for optimizers with ``update_every=2``, which begin with a refresh."""
+    for _ in range(
+        6 if isinstance(contender.optimizer, ngplus.NGAdam) else 0
+    ):  # it refreshes in all of its first steps
+        contender.train(Stopwatch(), name)
 
     def turn(watch: Stopwatch) -> None:
         contender.train(watch, f"{name}.refresh")
@@ -52,35 +57,35 @@ def refresh_turn(contender: Contender, name: str) -> Turn:
     return turn
 
 
-def measure_inverse(setting: Setting, problem: Problem, more: dict[str, dict[str, Any]] | None = None) -> Taken:
-    """SGD with momentum, NG+ with scaling="inverse", and a second SGD, which shows what two equal things differ by."""
+def measure_ngplus(setting: Setting, problem: Problem, more: dict[str, dict[str, Any]] | None = None) -> Taken:
+    """SGD with momentum, NGPlus, and a second SGD, which shows what two equal things differ by."""
     turns: dict[str, Turn] = {}
     for name in ("sgd", "again"):
         turns[name] = plain_turn(Contender(problem, "sgd", FIRST_ORDER["sgd"]), name)
     for name, hyper in {"ngplus": {}, **(more or {})}.items():
-        contender = Contender(problem, "ngplus-paper", {**INVERSE, **hyper, "update_every": 2})
+        contender = Contender(problem, "ngplus", {**NGPLUS, **hyper, "update_every": 2})
         turns[name] = refresh_turn(contender, name)
     return Taken(take_turns(turns, setting.repeats, say=setting.say), {"problem": problem.title})
 
 
 def resnet(setting: Setting) -> Taken:
-    return measure_inverse(setting, PROBLEMS["resnet"](setting.quick), QUARTER)
+    return measure_ngplus(setting, PROBLEMS["resnet"](setting.quick), QUARTER)
 
 
 def transformer(setting: Setting) -> Taken:
-    return measure_inverse(setting, PROBLEMS["transformer"](setting.quick), QUARTER)
+    return measure_ngplus(setting, PROBLEMS["transformer"](setting.quick), QUARTER)
 
 
 def mlp(setting: Setting) -> Taken:
     """Also with solver="dense": where a batch has fewer samples than a layer has rows, "auto" never forms L."""
-    return measure_inverse(setting, PROBLEMS["mlp"](setting.quick), {"dense": {"solver": "dense"}})
+    return measure_ngplus(setting, PROBLEMS["mlp"](setting.quick), {"dense": {"solver": "dense"}})
 
 
-def adaptive(setting: Setting) -> Taken:
-    """AdamW and NG+ with scaling="adaptive" on ResNet-50."""
+def ngadam(setting: Setting) -> Taken:
+    """AdamW and NGAdam on ResNet-50."""
     problem = PROBLEMS["resnet"](setting.quick)
     turns: dict[str, Turn] = {
         "adamw": plain_turn(Contender(problem, "adamw", FIRST_ORDER["adamw"]), "adamw"),
-        "ngplus": refresh_turn(Contender(problem, "ngplus", {**ADAPTIVE, "update_every": 2}), "ngplus"),
+        "ngadam": refresh_turn(Contender(problem, "ngadam", {**NGADAM, "update_every": 2}), "ngadam"),
     }
     return Taken(take_turns(turns, setting.repeats, say=setting.say), {"problem": problem.title})

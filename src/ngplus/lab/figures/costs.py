@@ -1,5 +1,5 @@
 """Sections 2.4 and 2.5 as a table: FLOPs, bytes of state and bytes on the wire of NG+, KFAC, Shampoo and SENG. NG+ is
-that of the paper, ``scaling="inverse"`` with the inverse of one side; ``ngplus plan`` counts what the default does.
+that of the paper, with the inverse of one side; ``ngplus plan -o ngadam`` counts what NGAdam does.
 
 A layer is a matrix m x n (the bias is one of the n columns) with kappa positions a sample; S samples, d = min(m, n),
 D = max(m, n). A multiplication and an addition are two FLOPs. All methods refresh at the same steps. c(d) = d^3 is a

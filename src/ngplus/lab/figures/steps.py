@@ -1,13 +1,9 @@
 """The multi-step trade-off: loss reached against T, the number of steps that L or R and its inverse are kept.
 
-A step costs 2 d^2 D FLOPs (inverse) or 4 d^2 D (adaptive) whatever T is; a refresh is shared by T steps. A large T
-saves work and uses old curvature. Both scalings of ``ngplus.NGPlus`` train a network on digits from the same start with
-the same batches, the learning rate falling to zero in a line; every T has the best of three learning rates, by the mean
-loss of its runs.
-
-T alone is looked at: the adaptive scaling has one side and the curvature of the last refresh, as the inverse has, and
-refreshes come every T steps only. Its default has both sides, an average, early refreshes, second moments by rows and
-columns, and Nesterov's look ahead.
+A step costs 2 d^2 D FLOPs (NGPlus), or the products of both sides (NGAdam), whatever T is; a refresh is shared by T
+steps. A large T saves work and uses old curvature. Both train a network on digits from the same start with the same
+batches, the learning rate falling to zero in a line; every T has the best of three learning rates, by the mean loss of
+its runs. NGAdam refreshes in its first steps whatever T is.
 """
 
 from __future__ import annotations
@@ -15,6 +11,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,26 +25,16 @@ from ngplus.lab.figures import common
 from ngplus.lab.figures.common import BLUE, ORANGE, Outcome
 
 BATCH = 64
-SCALINGS: dict[str, dict[str, Any]] = {
-    "inverse": {"scaling": "inverse", "damping": 0.3},
-    "adaptive": {
-        "scaling": "adaptive",
-        "side": "smaller",
-        "curvature": "sample",
-        "second_moment": "full",
-        "early_refreshes": False,
-        "nesterov": False,
-    },
-}
-RATES = {"inverse": (0.03, 0.1, 0.3), "adaptive": (0.003, 0.01, 0.03)}
-COLOURS = {"inverse": BLUE, "adaptive": ORANGE}
+METHODS: dict[str, Callable[..., Any]] = {"ngplus": partial(ngplus.NGPlus, damping=0.3), "ngadam": ngplus.NGAdam}
+RATES = {"ngplus": (0.03, 0.1, 0.3), "ngadam": (0.003, 0.01, 0.03)}
+COLOURS = {"ngplus": BLUE, "ngadam": ORANGE}
 
 
-def train(scaling: str, lr: float, every: int, steps: int, seed: int) -> dict[str, float]:
+def train(method: str, lr: float, every: int, steps: int, seed: int) -> dict[str, float]:
     """The loss on all training images after the steps, the seconds of a step and the FLOPs that NG+ adds to it."""
     images, labels, _, _ = common.digits()
     model = common.network((64, 64, 32, 10), seed)
-    optimizer = ngplus.NGPlus(model, lr=lr, update_every=every, seed=seed, **SCALINGS[scaling])
+    optimizer = METHODS[method](model, lr=lr, update_every=every)
     schedule = torch.optim.lr_scheduler.PolynomialLR(optimizer, steps)
     generator = torch.Generator().manual_seed(seed)
     seconds = 0.0
@@ -79,12 +67,12 @@ def _mean_loss(runs: list[dict[str, float]]) -> float:
 def compute(seed: int = 0, small: bool = False) -> Outcome:
     steps, seeds = (60, 1) if small else (200, 2)
     frequencies = [1, 10, 60] if small else [1, 2, 5, 10, 20, 50, 100, 200]
-    numbers: dict[str, Any] = {"steps": steps, "batch": BATCH, "seeds": seeds, "scalings": {}}
-    for scaling in SCALINGS:
+    numbers: dict[str, Any] = {"steps": steps, "batch": BATCH, "seeds": seeds, "methods": {}}
+    for method in METHODS:
         rows = []
         for every in frequencies:
-            rates = RATES[scaling][1:2] if small else RATES[scaling]
-            tries = {lr: [train(scaling, lr, every, steps, seed + s) for s in range(seeds)] for lr in rates}
+            rates = RATES[method][1:2] if small else RATES[method]
+            tries = {lr: [train(method, lr, every, steps, seed + s) for s in range(seeds)] for lr in rates}
             best = min(tries, key=lambda lr, tries=tries: _mean_loss(tries[lr]))  # type: ignore[misc]
             runs = tries[best]
             losses = [one["loss"] for one in runs]
@@ -97,7 +85,7 @@ def compute(seed: int = 0, small: bool = False) -> Outcome:
                     **{key: statistics.mean(one[key] for one in runs) for key in runs[0] if key != "loss"},
                 }
             )
-        numbers["scalings"][scaling] = rows
+        numbers["methods"][method] = rows
     return Outcome(numbers)
 
 
@@ -107,20 +95,20 @@ def draw(outcome: Outcome) -> Figure:
         f"Multi-step: {numbers['steps']} steps on digits, batch {numbers['batch']}, mean of {numbers['seeds']} seeds"
     )
     figure, axes = common.canvas(1, 3, (13.5, 4.4), title)
-    for scaling, rows in numbers["scalings"].items():
-        colour, every = COLOURS[scaling], [row["T"] for row in rows]
+    for method, rows in numbers["methods"].items():
+        colour, every = COLOURS[method], [row["T"] for row in rows]
         low = [max(row["loss"] - row["loss_spread"], 1e-6) for row in rows]
         high = [row["loss"] + row["loss_spread"] for row in rows]
         axes[0].fill_between(every, low, high, color=colour, alpha=0.15, linewidth=0)
-        axes[0].plot(every, [row["loss"] for row in rows], "o-", color=colour, label=scaling)
-        axes[1].plot(every, [row["extra_flops_a_step"] / 1e6 for row in rows], "o-", color=colour, label=scaling)
+        axes[0].plot(every, [row["loss"] for row in rows], "o-", color=colour, label=method)
+        axes[1].plot(every, [row["extra_flops_a_step"] / 1e6 for row in rows], "o-", color=colour, label=method)
         axes[1].axhline(rows[0]["step_flops"] / 1e6, color=colour, linestyle=":", linewidth=1)
         axes[2].plot(
             [row["seconds_a_step"] * 1e3 for row in rows],
             [row["loss"] for row in rows],
             "o-",
             color=colour,
-            label=scaling,
+            label=method,
         )
         for row in (rows[0], rows[-1]):
             place = (row["seconds_a_step"] * 1e3, row["loss"])
@@ -130,7 +118,7 @@ def draw(outcome: Outcome) -> Figure:
     axes[2].set(
         title="loss reached against time", xlabel="milliseconds of processor time a step", ylabel="training loss"
     )
-    shown = [row["T"] for row in next(iter(numbers["scalings"].values()))]
+    shown = [row["T"] for row in next(iter(numbers["methods"].values()))]
     for ax in axes[:2]:
         ax.set_xscale("log")
         ax.set_ylim(0, None)
@@ -145,12 +133,12 @@ def draw(outcome: Outcome) -> Figure:
 def summary(outcome: Outcome) -> Table:
     numbers = outcome.numbers
     out = common.table(
-        f"{numbers['steps']} steps on digits", "scaling", "T", "lr", "loss", "spread", "extra MFLOP", "ms a step"
+        f"{numbers['steps']} steps on digits", "method", "T", "lr", "loss", "spread", "extra MFLOP", "ms a step"
     )
-    for scaling, rows in numbers["scalings"].items():
+    for method, rows in numbers["methods"].items():
         for row in rows:
             out.add_row(
-                scaling,
+                method,
                 str(row["T"]),
                 f"{row['lr']:g}",
                 f"{row['loss']:.4f}",

@@ -18,8 +18,8 @@ _PLACES = {
     name: number
     for number, name in enumerate(
         (
-            *("ngplus", "sgd", "adamw", "soap", "ngplus-paper", "muon", "shampoo", "kfac", "adam"),
-            *("ngplus-one-side", "seng", "lars", "adagrad", "ngplus-batch", "ngplus-sample"),
+            *("ngadam", "sgd", "adamw", "soap", "ngplus", "muon", "shampoo", "kfac", "adam"),
+            *("seng", "lars", "adagrad"),
         )
     )
 }

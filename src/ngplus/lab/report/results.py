@@ -10,7 +10,7 @@ from ngplus.lab.report.curves import Section
 from ngplus.lab.report.summary import Row, caption, differing, duration, either, rows, table
 from ngplus.lab.train import count
 
-OURS = "ngplus"
+OURS = "ngadam"
 TIE = 0.05  # the part by which two means may differ and still be called a tie
 
 RULE = f"""\

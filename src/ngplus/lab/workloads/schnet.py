@@ -205,8 +205,8 @@ def recipes(epoch: int, damping: float, sgd: float) -> Mapping[str, Recipe]:
     """The paper's settings; NG+ has lr * max(epoch - 10, 1)^-0.5."""
     decay = {"weight_decay": 1e-5}
     return {
-        "ngplus-paper": Recipe(
-            {"lr": 2e-4, "scaling": "inverse", "damping": damping, "update_every": 200, **decay},
+        "ngplus": Recipe(
+            {"lr": 2e-4, "damping": damping, "update_every": 200, **decay},
             {"schedule": f"inverse-sqrt:{epoch}:{10 * epoch}"},
         ),
         "adam": Recipe({"lr": 1e-4, **decay}, {"schedule": "constant"}),
