@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import ngplus
 
 LAMBDA = 0.2
-PAPER: dict[str, Any] = {"scaling": "inverse", "momentum": 0.0, "damping": LAMBDA}
+PAPER: dict[str, Any] = {"momentum": 0.0, "damping": LAMBDA}
 
 
 def batches(count: int, samples: int = 6, features: int = 5, outputs: int = 3) -> list[tuple[Tensor, Tensor]]:

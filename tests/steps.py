@@ -18,7 +18,6 @@ EXACT: dict[str, Any] = {
     "lr": 0.5,
     "momentum": 0.0,
     "graft": None,
-    "scaling": "inverse",
     "damping": 0.1,
     "update_every": 1,
 }

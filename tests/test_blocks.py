@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngplus.fisher.blocks import BlockPartition, even_size
+from ngplus.fisher.blocks import BlockPartition
 
 GROUPS = (1, 3)
 DIMENSIONS = [
@@ -102,11 +102,3 @@ def test_one_block_is_a_view() -> None:
     assert whole.data_ptr() == x.data_ptr()
     (pairs,) = BlockPartition.of(2, 6, 3).split(x)
     assert pairs.data_ptr() == x.data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("d", "blocks"), [(1, [1]), (640, [640]), (641, [321, 320]), (1281, [427] * 3), (2049, [513] * 3 + [510])]
-)
-def test_even_blocks(d: int, blocks: list[int]) -> None:
-    cut = BlockPartition.of(1, d, even_size(d, 640))
-    assert [size for _, count, size in cut.stacks for _ in range(count)] == blocks

@@ -21,7 +21,7 @@ def test_optimizer_in_blocks() -> None:
         return x * (block[:, None] == block)
 
     model = nn.Linear(161, 200, bias=False)
-    optimizer = Roots(model, lr=0.1, update_every=1)
+    optimizer = Roots(model, lr=0.1, update_every=1, decay=True)
     gradients = random_gradients(200, 161, 2)
     for k, gradient in enumerate(gradients):
         before = model.weight.detach().clone()
@@ -48,7 +48,7 @@ def test_lazy_averages_take_in_the_gradients_of_refreshes() -> None:
 
 def test_tables_have_a_factored_second_moment() -> None:
     model = nn.Embedding(6, 4)
-    optimizer = Roots(model, lr=0.1, update_every=1)  # type: ignore[arg-type]
+    optimizer = Roots(model, lr=0.1, update_every=1, decay=True)  # type: ignore[arg-type]
     gradients = random_gradients(6, 4, 3)
     for gradient in gradients:
         before = model.weight.detach().clone()

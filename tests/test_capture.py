@@ -448,7 +448,7 @@ def test_captured_inputs_go_when_their_layer_is_done() -> None:
             return InMemory.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
     model = nn.Sequential(nn.Linear(5, 4), Known(), nn.Linear(4, 2))
-    optimizer = ngplus.NGPlus(model, update_every=2, early_refreshes=False)
+    optimizer = ngplus.NGPlus(model, update_every=2)
     alive: list[bool] = []
 
     def look_back(module: nn.Module, args: Any, output: Tensor) -> None:

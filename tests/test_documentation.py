@@ -215,11 +215,9 @@ def test_pages_have_the_costs_of_the_benchmark(page: str, corner: str) -> None:
             assert state is not None
             measured[name[1], f"state {name[2]}"] = state[1]
     for line in (ROOT / "docs" / "performance.md").read_text().splitlines():  # the row of its own is the later one
-        if found := re.match(
-            r"\| state \| .*?: (NG\+ \"adaptive\"|AdamW|Shampoo|SOAP) \|.*\| ([\d.]+) with momentum", line
-        ):
+        if found := re.match(r"\| state \| .*?: (NGAdam|AdamW|Shampoo|SOAP) \|.*\| ([\d.]+) with momentum", line):
             measured[found[1], "state ResNet-50"] = found[2]
-    names = {'NG+ `"inverse"`': 'NG+ "inverse"', "NG+, the default": 'NG+ "adaptive"'}
+    names = {"NG+": "NGPlus", "NGAdam": "NGAdam"}
     for label, row in table((ROOT / page).read_text(), corner).items():
         model = label if corner == "step" else "ResNet-50"
         model = next(m for m in ("ResNet-50", "6-layer", "MLP") if m in model)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from factor_cases import (
@@ -27,7 +25,6 @@ from factor_cases import (
     rows,
 )
 
-from ngplus.fisher.blocks import TwoSidedPartition
 from ngplus.fisher.factors import (
     Bags,
     Factors,
@@ -40,7 +37,7 @@ from ngplus.fisher.factors import (
     join,
     widen,
 )
-from ngplus.fisher.products import gfim_root, gfim_sum, gfim_sums, shares_gradients
+from ngplus.fisher.products import gfim_root, gfim_sum
 from ngplus.fisher.sketch import KINDS, Sketch, SketchSpec
 
 # ------------------------------------------------------------------------------------------------ the factors
@@ -250,31 +247,6 @@ def test_join_puts_equal_numbers_of_samples_together() -> None:
     assert list(together[0].uses) == [a, b, c]
     assert together[1] is other
     assert join([a]) == [a]
-
-
-@pytest.mark.parametrize("samples", [None, [0, 2, 3]])
-@pytest.mark.parametrize(("positions", "m", "n"), [(1, 3, 5), (7, 3, 4), (2, 9, 8), (40, 5, 3)])
-def test_both_sides_of_gradients_that_are_written_out_once(positions: int, m: int, n: int, samples: Any) -> None:
-    torch.manual_seed(0)
-    factors = Outer(
-        torch.randn(2, 4, positions, m, dtype=torch.float64), torch.randn(2, 4, positions, n, dtype=torch.float64)
-    )
-    index = None if samples is None else torch.tensor(samples)
-    dense = factors.gradients(slice(None) if index is None else index, torch.float64)
-    for side, d, other in (("left", m, n), ("right", n, m)):
-        for room in (8, 2**20):
-            cut = TwoSidedPartition(2, d, d, other, other)
-            first, second = gfim_sums(factors, side, cut, samples=index, chunk_bytes=room, dtype=torch.float64)
-            close(first, plain_gfim(dense, side))
-            close(second, plain_gfim(dense, _other(side)))
-        # Written out once where it is the cheapest: many positions, or both sides of any.
-        apart = min(factors.costs(side, other, d).values()) + min(factors.costs(_other(side), d, other).values())
-        together = positions * m * n + m * n * (m + n)
-        assert shares_gradients(factors, cut, side) == (together <= apart)
-
-
-def _other(side: str) -> str:
-    return "right" if side == "left" else "left"
 
 
 def test_a_use_without_rows_adds_nothing() -> None:

@@ -32,7 +32,7 @@ from ngplus.lab.runs import Config, Run, RunError, summarise
 HOSTILE = '"><script>document.title="hacked"</script><img src=x onerror=alert(1)>$\\frac{&#x27;\x1b[31m\u202e'
 
 
-def run(optimizer: str = "ngplus", seed: int = 0, rate: float = 0.1, **changes: Any) -> Run:
+def run(optimizer: str = "ngadam", seed: int = 0, rate: float = 0.1, **changes: Any) -> Run:
     """A made-up run whose loss falls as exp(-rate * step)."""
     config = Config(
         workload="digits",
@@ -92,13 +92,13 @@ class Elements(HTMLParser):
 
 
 def test_the_page_shows_curves_tables_settings_and_tuning() -> None:
-    page = render(groups([run("ngplus", s, 0.2) for s in range(3)] + [run("sgd", s, 0.05) for s in range(3)]), "Title")
+    page = render(groups([run("ngadam", s, 0.2) for s in range(3)] + [run("sgd", s, 0.05) for s in range(3)]), "Title")
     seen = Elements(page)
     assert seen.tags.count("figure") == 6  # three metrics, over steps and over time
     assert page.count('class="band"') >= 6
     for words in ("Validation accuracy over steps", "Training loss over seconds", "lr 0.01", "1 trial.", "12.3 kB"):
         assert words in seen.text
-    assert seen.text.index("ngplus") < seen.text.index("sgd")  # the faster one first
+    assert seen.text.index("ngadam") < seen.text.index("sgd")  # the faster one first
     assert not {"script", "link", "img", "iframe"} & set(seen.tags)
     assert not re.search(r"https?://", page)  # nothing from the network
 
@@ -124,7 +124,7 @@ def test_hostile_names_are_text() -> None:
 
 def test_the_command_writes_a_page_pictures_and_a_collection(tmp_path: Path) -> None:
     for seed in range(2):
-        save(tmp_path / "runs", run("ngplus", seed))
+        save(tmp_path / "runs", run("ngadam", seed))
         save(tmp_path / "runs", run(HOSTILE, seed))
     save(tmp_path / "runs", run("adam", workload="other"))
     out, held = tmp_path / "page" / "r.html", tmp_path / "all.json"
@@ -145,12 +145,12 @@ def test_the_command_writes_a_page_pictures_and_a_collection(tmp_path: Path) -> 
     assert not (tmp_path / "again.png").exists()
 
 
-def test_the_summary_says_where_ngplus_wins_ties_and_loses(tmp_path: Path) -> None:
+def test_the_summary_says_where_ngadam_wins_ties_and_loses(tmp_path: Path) -> None:
     rates = {  # the accuracy is 1 - exp(-rate * step): the target of 0.9 is there after 2.3 / rate steps
-        "won": {"ngplus": 0.2, "adam": 0.1, "soap": 0.12},
-        "tied": {"ngplus": 0.2, "adam": 0.2},
-        "lost": {"ngplus": 0.1, "ngplus-paper": 0.3, "adam": 0.2},
-        "never": {"ngplus": 0.01, "adam": 0.01},
+        "won": {"ngadam": 0.2, "adam": 0.1, "soap": 0.12},
+        "tied": {"ngadam": 0.2, "adam": 0.2},
+        "lost": {"ngadam": 0.1, "ngplus": 0.3, "adam": 0.2},
+        "never": {"ngadam": 0.01, "adam": 0.01},
     }
     for workload, held in rates.items():
         for optimizer, rate in held.items():
@@ -160,11 +160,11 @@ def test_the_summary_says_where_ngplus_wins_ties_and_loses(tmp_path: Path) -> No
     result = CliRunner().invoke(app, ["report", *(str(tmp_path / name) for name in rates), "--summary", str(page)])
     assert result.exit_code == 0, result.output
     text = page.read_text()
-    assert "NG+ wins on won. NG+ ties on tied. NG+ loses on lost. Neither gets there on never." in text
+    assert "NGAdam wins on won. NGAdam ties on tied. NGAdam loses on lost. Neither gets there on never." in text
     assert "| won | 15 | soap, 22 | 0.67 | wins |" in text
     assert "in the geometric mean" in text
     assert "| never | not reached | adam, not reached | – | neither gets there |" in text
-    assert "| ngplus-paper |  |  | 10 |  |" in text
+    assert "| ngplus |  |  | 10 |  |" in text
     assert "Not measured yet" in text
     assert "ms a step" not in text
     assert not (tmp_path / "report.html").exists()
@@ -178,20 +178,20 @@ def test_the_summary_says_where_ngplus_wins_ties_and_loses(tmp_path: Path) -> No
     assert result.exit_code == 0, result.output
     assert page.read_text() == text
     for seed in range(2):
-        save(tmp_path / "new", run("ngplus", seed, 0.6, workload="lost"))
+        save(tmp_path / "new", run("ngadam", seed, 0.6, workload="lost"))
     arguments = ["report", str(tmp_path / "new"), *order, "--timed", str(tmp_path / "new"), "--timed", order[0]]
     result = CliRunner().invoke(app, [*arguments, "--summary", str(page)])
     assert result.exit_code == 0, result.output
     text = page.read_text()
-    assert "NG+ wins on lost, won. NG+ ties on tied. NG+ loses on none." in text
-    assert "NG+ wins on won. NG+ ties on none. NG+ loses on none." in text  # by time: nobody to compare with on lost
+    assert "NGAdam wins on lost, won. NGAdam ties on tied. NGAdam loses on none." in text
+    assert "NGAdam wins on won. NGAdam ties on none. NGAdam loses on none." in text
     assert "ms a step" in text
     assert (tmp_path / "results" / "timed.json").exists()
 
 
 def test_the_summary_leaves_out_runs_that_have_not_ended(tmp_path: Path) -> None:
     for seed in range(2):
-        made = run("ngplus", seed, 0.2)
+        made = run("ngadam", seed, 0.2)
         assert made.result is not None
         ended = "finished" if seed == 0 else "interrupted"
         save(tmp_path / "runs", replace(made, result=replace(made.result, status=ended)))
@@ -206,8 +206,8 @@ def test_the_summary_leaves_out_runs_that_have_not_ended(tmp_path: Path) -> None
 
 def test_runs_that_are_left_out_are_named(tmp_path: Path) -> None:
     """Of a sweep of learning rates one run is shown; the same run under two names is not worth a word."""
-    save(tmp_path / "runs", run("ngplus", 0, 0.2))
-    save(tmp_path / "runs", run("ngplus", 0, 0.1, hyper={"lr": 0.02}))
+    save(tmp_path / "runs", run("ngadam", 0, 0.2))
+    save(tmp_path / "runs", run("ngadam", 0, 0.1, hyper={"lr": 0.02}))
     arguments = ["report", str(tmp_path / "runs"), "--out", str(tmp_path / "r.html"), "--no-png"]
     said = CliRunner().invoke(app, [*arguments, "--json", str(tmp_path / "all.json")]).output
     assert "1 run in" in said
@@ -228,10 +228,10 @@ def test_timed_runs_without_a_summary_are_refused(tmp_path: Path) -> None:
 
 def test_the_summary_keeps_sizes_apart_and_says_what_it_is_made_of() -> None:
     large = {"preset": "paper", "steps": 60}
-    made = [run("ngplus", rate=0.2), run("ngplus", rate=0.1, **large)]
+    made = [run("ngadam", rate=0.2), run("ngadam", rate=0.1, **large)]
     made = [replace(one, environment={"torch": "2", "threads": 1}) for one in made]
     page = markdown(groups(made), [], {}, "")
-    assert "| ngplus | 15 | 25 |" in page
+    assert "| ngadam | 15 | 25 |" in page
     assert "| *budget* | 50 | 60 |" in page
     assert ", one thread each, torch 2. Every optimizer was tuned with 1 trial." in page
     recipe = replace(run("kfac", tuning={"recipe": "as published"}), environment={"threads": 2})
@@ -239,25 +239,25 @@ def test_the_summary_keeps_sizes_apart_and_says_what_it_is_made_of() -> None:
     assert ", 1 or 2 threads each, " in page
     assert "tuned with 1 trial; with a published recipe: kfac on digits." in page
     trials = [{"hyper": {"lr": 0.1}, "score": 0.3, "scores of the finals": [0.3, 0.5]}, {"hyper": {}, "score": 1.0}]
-    found = run("ngplus", tuning={"trials": trials, "finalists": 2, "seeds of the finals": [100, 101]})
+    found = run("ngadam", tuning={"trials": trials, "finalists": 2, "seeds of the finals": [100, 101]})
     assert "tuned with 2 trials, the best 2 of them on up to 2 seeds." in markdown(groups([found]), [], {}, "")
     assert "lr 0.1 → 0.3 (0.3, 0.5)" in render(groups([found]), "")
 
 
 def test_what_differs_between_runs_is_in_the_caption() -> None:
-    same, other = [run("ngplus", 0), run("sgd", 0)], run("adam", 0, steps=60, target=0.8, schedule="linear")
+    same, other = [run("ngadam", 0), run("sgd", 0)], run("adam", 0, steps=60, target=0.8, schedule="linear")
     assert "Not the same" not in caption(same)
     assert "50 steps of batch 8, cosine schedule" in caption(same)
     said = caption([*same, other])
     assert "50 or 60 steps of batch 8, cosine or linear schedule" in said
-    assert "steps 50 (ngplus, sgd), 60 (adam); target 0.9 (ngplus, sgd), 0.8 (adam); schedule" in said
+    assert "steps 50 (ngadam, sgd), 60 (adam); target 0.9 (ngadam, sgd), 0.8 (adam); schedule" in said
     assert all(chart.target is None for chart in groups([*same, other])[0].charts)
     assert "Not made under the same conditions" in markdown(groups([*same, other]), [], {}, "")
 
 
 def test_other_tuning_and_other_machines_are_in_the_caption() -> None:
     study = {"trials": [{}] * 6, "steps": 50, "target": 0.9}
-    same = [run("ngplus", 0, tuning=study), run("sgd", 0, tuning={**study, "study": "other"})]
+    same = [run("ngadam", 0, tuning=study), run("sgd", 0, tuning={**study, "study": "other"})]
     same = [replace(one, environment={"threads": 1, "processor": "A", "device": "cpu"}) for one in same]
     assert "Not the same" not in caption(same)
     assert "Not the same" not in caption([*same, replace(run("adam", tuning=study), environment={})])  # not known
@@ -269,10 +269,10 @@ def test_other_tuning_and_other_machines_are_in_the_caption() -> None:
         (None, "none (adam)"),
     ):
         said = caption([*same, run("adam", tuning=tuning)])
-        assert f"tuning 6 trials of 50 steps to 0.9 (ngplus, sgd), {told}. " in said
+        assert f"tuning 6 trials of 50 steps to 0.9 (ngadam, sgd), {told}. " in said
     for name, value in (("threads", 2), ("processor", "B"), ("device", "cuda")):
         other = replace(run("adam", tuning=study), environment={**same[0].environment, name: value})
-        assert f"Not the same for all: {name} {same[0].environment[name]} (ngplus, sgd), {value} (adam). " in caption(
+        assert f"Not the same for all: {name} {same[0].environment[name]} (ngadam, sgd), {value} (adam). " in caption(
             [*same, other]
         )
 
@@ -280,7 +280,7 @@ def test_other_tuning_and_other_machines_are_in_the_caption() -> None:
 def test_a_run_that_diverged_has_no_numbers_of_its_end() -> None:
     made = run("sgd", rate=0.001)
     made = replace(made, result=summarise(made.config, made.metrics[:1], 0, 0.0, 0, "diverged"))
-    headings, lines = table([run("ngplus"), made])
+    headings, lines = table([run("ngadam"), made])
     assert lines[1][0] == "sgd (1 diverged)"
     assert {lines[1][headings.index(name)] for name in ("at the end", "best", "ms a step", "state")} == {"–"}
     assert "Runs that diverged" in caption([made])
@@ -369,7 +369,7 @@ def test_any_metrics_can_be_drawn(values: list[Any]) -> None:
     ]
     made = replace(made, metrics=metrics, result=summarise(made.config, metrics, 1, 0.0, 0, "diverged"))
     page = render(groups([made, run("sgd")]), "t")
-    assert "nan" not in page.lower().replace("ngplus", "")
+    assert "nan" not in page.lower().replace("ngadam", "")
     for section in groups([made]):
         for chart in section.charts:
             assert "inf" not in svg.draw(chart)
@@ -410,7 +410,7 @@ document.getElementById("frame").onload = () => {{
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 @pytest.mark.parametrize(("width", "columns", "scheme"), [(360, 1, "dark"), (1400, 2, "light")])
 def test_in_chromium(width: int, columns: int, scheme: str, tmp_path: Path) -> None:
-    made = [run("ngplus", s) for s in range(2)] + [
+    made = [run("ngadam", s) for s in range(2)] + [
         run(name * 3 if name == HOSTILE else name) for name in ("sgd", HOSTILE)
     ]
     page, probe = tmp_path / "report.html", tmp_path / "probe.html"

@@ -35,7 +35,7 @@ class Tiny(Regression):
     widths, samples = (8, 4), 8
 
 
-def config(optimizer: str = "ngplus", **changes: Any) -> Config:
+def config(optimizer: str = "ngadam", **changes: Any) -> Config:
     base = Config(
         workload="tiny",
         preset="small",
@@ -237,7 +237,7 @@ def test_a_step_that_ngplus_leaves_out_is_a_divergence() -> None:
 
         steps = 0
 
-    result = training.run(config("ngplus-paper"), Huge())
+    result = training.run(config("ngplus"), Huge())
     assert (result.status, result.step < 30) == ("diverged", True)
     assert "not finite" in result.reason
 
@@ -452,7 +452,7 @@ def test_what_is_not_installed_comes_with_a_remedy() -> None:
         replace(old, where="no_such_library:Muon").load()
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam", "muon", "ngplus", "ngplus-paper"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam", "muon", "ngadam", "ngplus"])
 def test_sparse_tables_stay_sparse(optimizer: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.EmbeddingBag(50, 4, sparse=True, mode="sum"), nn.Linear(4, 3), nn.Linear(3, 1))

@@ -25,10 +25,10 @@ CONFIG = runs.Config("digits", "small", "sgd", {}, 100, 100, 16, 10, 0.9, "accur
 
 
 def test_tune_writes_a_preset_that_train_takes() -> None:
-    arguments = ["tune", "digits", "--optimizer", "sgd,ngplus-paper", "--trials", "3", *SHORT]
+    arguments = ["tune", "digits", "--optimizer", "sgd,ngplus", "--trials", "3", *SHORT]
     ngplus(*arguments)
     held = json.loads(Path("presets/digits.json").read_text())["presets"]["small"]
-    assert set(held["ngplus-paper"]["hyper"]) == {"lr", "damping"}
+    assert set(held["ngplus"]["hyper"]) == {"lr", "damping"}
     assert len(held["sgd"]["tuning"]["trials"]) == 3
     rates = [trial["hyper"]["lr"] for trial in held["sgd"]["tuning"]["trials"]]
     assert rates == pytest.approx([0.1, 0.1 / 3, 0.3])  # the defaults, and around them

@@ -31,16 +31,14 @@ def run(case: Case, dtype: torch.dtype, loss_fn: Callable[[Tensor, Tensor], Tens
     one_by_one = [(take(inputs, i), target[i : i + 1]) for i in range(case.samples)]
     grads = ref.per_sample_gradients(copy.deepcopy(model).double(), loss_fn, [doubled(s) for s in one_by_one])
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = ngplus.NGPlus(
-        model, lr=0.5, momentum=0.0, damping=LAMBDA, scaling="inverse", **{**case.options, **options}
-    )
+    optimizer = ngplus.NGPlus(model, lr=0.5, momentum=0.0, damping=LAMBDA, **{**case.options, **options})
     loss_fn(model(*inputs), target).backward()
     optimizer.step()
     after = dict(model.named_parameters())
     tolerance = 1e-6 if dtype == torch.float64 else 1e-3
     for names, lay in case.units:
         stack = torch.stack([lay(*(g[name] for name in names)) for g in grads])
-        side = ref.side_of(stack[0]) if options.get("side", "auto") == "auto" else options["side"]
+        side = ref.side_of(stack[0]) if options.get("side", "smaller") == "smaller" else options["side"]
         curvature = ref.gfim(stack, side)
         # With a sum, .grad is the sum over the samples, and so is G.
         gradient = stack.sum(0) if options.get("loss_reduction") == "sum" else stack.mean(0)
@@ -137,7 +135,7 @@ def test_batch_norm_in_training(
     if case == "torch 2.6":  # which does not tell where saved tensors go
         monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks", raising=False)
     stack = torch.stack([parts["weight"], parts["bias"]], dim=-1)[:, None]
-    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, scaling="inverse")
+    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA)
     before = ref.columns(model.weight.detach().clone(), model.bias.detach().clone())
     asked: list[str] = []
     with looked_at(asked) if case == "saved elsewhere" else nullcontext():
@@ -168,7 +166,7 @@ def test_variance_far_from_zero(mean: float) -> None:
 
 def sources_after(model: nn.Module, x: Tensor, steps: int, **options: Any) -> list[str]:
     """Where the curvature of each matrix comes from after some steps under autocast, in which nothing went wrong."""
-    optimizer = ngplus.NGPlus(model, lr=1e-3, scaling="inverse", **options)
+    optimizer = ngplus.NGPlus(model, lr=1e-3, **options)
     for _ in range(steps):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
@@ -224,7 +222,7 @@ def test_embedding_scaled_by_frequency() -> None:
     for i in range(5):
         for p in range(4):
             stack[i, 0, x[i, p]] += 5 * grad[i, p] / counts[x[i, p]]
-    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, scaling="inverse")
+    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA)
     before = model.weight.detach().clone()
     squared(model(x), target).backward()
     assert ref.relative_error(stack.mean(0)[0], model.weight.grad) < 1e-12
@@ -252,7 +250,7 @@ def test_token_averaged_loss() -> None:
             {n: 4 * g for n, g in zip(("w", "b"), torch.autograd.grad(own, list(one[1].parameters())), strict=True)}
         )
     stack = torch.stack([ref.rows(p["w"], p["b"]) for p in parts])
-    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, scaling="inverse")
+    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA)
     before = ref.rows(model[1].weight.detach().clone(), model[1].bias.detach().clone())
     loss_fn(model(x), labels).backward()
     optimizer.step()
@@ -285,7 +283,7 @@ def test_only_the_bias_is_trained() -> None:
     grads = ref.per_sample_gradients(model, squared, [(x[i : i + 1], target[i : i + 1]) for i in range(5)])
     stack = torch.stack([ref.columns(g["bias"]) for g in grads])
     frozen, before = model.weight.clone(), model.bias.detach().clone()
-    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, scaling="inverse")
+    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA)
     squared(model(x), target).backward()
     optimizer.step()
     # g / (lambda + R), with R a number
@@ -314,7 +312,7 @@ def test_recurrent_layers_fall_back_with_one_warning() -> None:
 
     model = Recurrent().double()
     x, target = torch.randn(5, 6, 3, dtype=torch.float64), torch.rand(5, 1, dtype=torch.float64)
-    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, update_every=1, scaling="inverse")
+    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, update_every=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

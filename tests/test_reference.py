@@ -23,10 +23,10 @@ def average(terms: list[Tensor], beta: float) -> Tensor:
     return sum(w * x for w, x in zip(weights, terms, strict=True)) / (1 - beta ** len(terms))  # type: ignore[return-value]
 
 
-def inverse_root(x: Tensor) -> Tensor:
+def inverse_root(x: Tensor, damping: float) -> Tensor:
     """By a singular value decomposition of the damped matrix."""
     d = x.shape[-1]
-    u, values, v = torch.linalg.svd(x + DAMPING * x.trace() / d * torch.eye(d))
+    u, values, v = torch.linalg.svd(x + damping * x.trace() / d * torch.eye(d))
     return u @ torch.diag(values**-0.5) @ v
 
 
@@ -35,7 +35,8 @@ def dense_direction(gradients: list[Tensor], mask: Callable[[Tensor, Tensor], tu
     left, right = mask(average([g @ g.mT for g in gradients], BETA2), average([g.mT @ g for g in gradients], BETA2))
     momentum = average(gradients, BETA1) * (1 - BETA1 ** len(gradients))
     ahead = (BETA1 * momentum + (1 - BETA1) * gradients[-1]) / (1 - BETA1 ** len(gradients))
-    direction = left.trace().sqrt() * inverse_root(left) @ ahead @ inverse_root(right)
+    damping = max(DAMPING, len(gradients) ** -2)
+    direction = left.trace().sqrt() * inverse_root(left, damping) @ ahead @ inverse_root(right, damping)
     return direction / max(1.0, direction.square().mean().sqrt().item() / MAX_RMS)
 
 
@@ -93,7 +94,7 @@ def multilayer() -> nn.Module:
 def test_ngplus_makes_the_same_step(model: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     slow, x = model(), torch.randn(*shape)
     fast, y = copy.deepcopy(slow), torch.randn_like(slow(x).detach())
-    optimizer = ngplus.NGPlus(fast, lr=0.3, scaling="inverse", momentum=0.0, damping=0.1)
+    optimizer = ngplus.NGPlus(fast, lr=0.3, momentum=0.0, damping=0.1)
     nn.functional.mse_loss(fast(x), y).backward()
     optimizer.step()
     found = ngplus.reference.ngplus_step(slow, nn.functional.mse_loss, x, y, lr=0.3, damping=0.1)

@@ -2,54 +2,41 @@
 
 from __future__ import annotations
 
+import copy
+
+import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import ngplus
 
 
-def data(steps: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        (torch.randn(8, 5, generator=generator, dtype=torch.float64), torch.randint(0, 3, (8,), generator=generator))
-        for _ in range(steps)
-    ]
-
-
-def model() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-
-
-def train(net: nn.Module, optimizer: ngplus.NGPlus, batches: list[tuple[Tensor, Tensor]]) -> None:
-    for x, y in batches:
+def train(net: nn.Module, optimizer: ngplus.NGPlus, steps: range) -> None:
+    for step in steps:
+        x = torch.randn(8, 5, generator=torch.Generator().manual_seed(step)).double()
         optimizer.zero_grad()
-        nn.functional.cross_entropy(net(x), y).backward()
+        net(x).square().mean().backward()
         optimizer.step()
 
 
-def normed() -> nn.Module:
+@pytest.mark.parametrize(("option", "value"), [("side", "left"), ("block_size", 2)])
+@pytest.mark.parametrize("rows", [3, 6, 7], ids=["wide", "square", "tall"])
+def test_a_change_of_side_or_blocks_is_a_refresh(rows: int, option: str, value: str | int) -> None:
+    """The next step is the first step of an optimizer that has them from the beginning."""
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3)).double()
-
-
-def test_a_side_that_is_curved_no_more_is_due_no_more() -> None:
-    net, batches = normed(), data(9)
-    optimizer = ngplus.NGPlus(net, side="both", update_every=2)
-    train(net, optimizer, batches[:3])
-    assert "refreshed" in optimizer.state[net[1].weight]
-    optimizer.param_groups[0]["side"] = "auto"
-    train(net, optimizer, batches[3:6])
-    held = set(optimizer.state[net[1].weight])
-    assert not held & {"basis", "spectrum", "curvature", "refreshed"}
-    optimizer.param_groups[0]["side"] = "both"
-    train(net, optimizer, batches[6:])
-    assert {"basis", "refreshed"} <= set(optimizer.state[net[1].weight])
+    net = nn.Linear(5, rows).double()  # rows x 6, with the bias
+    optimizer = ngplus.NGPlus(net, momentum=0.0, side="right", update_every=100)
+    train(net, optimizer, range(3))
+    twin = copy.deepcopy(net)
+    optimizer.param_groups[0][option] = value
+    train(net, optimizer, range(3, 4))
+    train(twin, ngplus.NGPlus(twin, momentum=0.0, **{"side": "right", option: value}), range(3, 4))
+    torch.testing.assert_close(net.weight, twin.weight)
 
 
 def test_a_layer_that_keeps_u_may_be_initialised_by_a_step_of_zeros() -> None:
     net = nn.Linear(100, 50)
-    optimizer = ngplus.NGPlus(net, lr=0.0, scaling="inverse", solver="auto")
+    optimizer = ngplus.NGPlus(net, lr=0.0, solver="auto")
     (0 * net(torch.randn(4, 100)).sum()).backward()
     optimizer.step()
     assert {"inverse", "factor", "core"} <= set(optimizer.state[net.weight])

@@ -59,7 +59,7 @@ def test_it_is_asked_on_refresh_steps_alone() -> None:
         return GraphNet.index(*inputs)
 
     model, inputs = GraphNet(), graphs(False)
-    optimizer = ngplus.NGPlus(model, sample_index=index, update_every=3, early_refreshes=False)
+    optimizer = ngplus.NGPlus(model, sample_index=index, update_every=3)
     for _ in range(7):
         optimizer.zero_grad()
         model(*inputs).square().mean().backward()
@@ -99,7 +99,7 @@ def test_it_is_told_of_once_and_only_where_no_layer_ever_had_such_rows(recwarn: 
     out = list(model.out.parameters())
     rest = [p for p in model.parameters() if all(p is not q for q in out)]
     groups = [{"params": rest, "update_every": 6}, {"params": out, "update_every": 2}]
-    optimizer = ngplus.NGPlus(groups, model=model, sample_index=GraphNet.index, early_refreshes=False)
+    optimizer = ngplus.NGPlus(groups, model=model, sample_index=GraphNet.index)
     for _ in range(5):
         loss = model(*inputs).square().mean()
         optimizer.zero_grad()

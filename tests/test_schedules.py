@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from ngplus.schedules import ExponentialDamping, LambdaDamping
 
 def ng_plus(damping: Any = 0.16, lr: float = 0.18) -> ngplus.NGPlus:
     torch.manual_seed(0)
-    return ngplus.NGPlus(nn.Linear(3, 2), lr=lr, damping=damping, scaling="inverse", graft=None)
+    return ngplus.NGPlus(nn.Linear(3, 2), lr=lr, damping=damping, graft=None)
 
 
 def preconditioner(damping: Any = 0.16) -> ngplus.Preconditioner:
@@ -178,7 +177,7 @@ def test_the_direction_follows_the_schedule(owner: str) -> None:
     def directions(damping: float, epoch: float | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
-        options = {"damping": damping, "update_every": 1, "scaling": "inverse"}
+        options = {"damping": damping, "update_every": 1}
         if owner == "NGPlus":
             optimizer: Any = ngplus.NGPlus(model, lr=1.0, momentum=0.0, **options)
         else:
@@ -285,14 +284,3 @@ def test_learning_rate_and_damping_schedules_side_by_side() -> None:
         optimizer.step()
         rate.step()
         damping.step()
-
-
-@pytest.mark.parametrize(
-    ("options", "told"), [({}, True), ({"curvature": "batch"}, False), ({"scaling": "inverse"}, False)], ids=str
-)
-def test_a_schedule_of_what_changes_nothing_is_told(options: dict[str, Any], told: bool) -> None:
-    optimizer = ngplus.NGPlus(nn.Linear(3, 2), **options)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        ngplus.schedules.ExponentialDamping(optimizer, rate=0.8)
-    assert ["damping changes nothing" in str(warning.message) for warning in seen] == [True] * told

@@ -137,60 +137,62 @@ def test_longer_sketches_come_closer_to_the_exact_direction(kind: str) -> None:
     assert error(512) < 0.5 * error(16)
 
 
+@pytest.mark.parametrize("damping", DAMPINGS)
 @pytest.mark.parametrize("d", DIMENSIONS)
 @pytest.mark.parametrize("blocks", BLOCKS)
-def test_eigenbasis(blocks: int, d: int) -> None:
-    u = random(blocks, d, d + 1)
-    matrix = u @ u.mT
-    values, vectors = inverses.eigenbasis(matrix)
-    assert values.shape == (blocks, d)
-    assert vectors.shape == (blocks, d, d)
-    torch.testing.assert_close(inverses.from_eigenbasis(values, vectors), matrix)
-    torch.testing.assert_close(vectors.mT @ vectors, torch.eye(d, dtype=torch.float64).expand(blocks, d, d))
-    assert bool((values.diff(dim=-1) >= 0).all())
+def test_inverse_root(blocks: int, d: int, damping: float) -> None:
+    """Its square is the inverse, with a damping for each block; rank d - 1, so that one eigenvalue is the damping."""
+    u, g = random(blocks, d, d - 1), random(blocks, d, 7, seed=1)
+    matrix, each = u @ u.mT, damping * torch.arange(1.0, blocks + 1, dtype=torch.float64).view(-1, 1, 1)
+    root = inverses.inverse_root(matrix, each)
+    wanted = torch.linalg.solve(matrix + each * torch.eye(d, dtype=torch.float64), g)
+    torch.testing.assert_close(root @ root @ g, wanted, rtol=1e-9, atol=1e-9 / damping)
+    torch.testing.assert_close(root, root.mT)
+    assert float(torch.linalg.eigvalsh(root).min()) > 0
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-37, 1e-20, 1e20, 1e37])
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20, 1e30])
 @pytest.mark.parametrize("d", DIMENSIONS)
-def test_eigenbasis_at_any_scale(d: int, scale: float) -> None:
-    u = random(2, d, d + 1).float()
-    matrix = (u @ u.mT) / (u @ u.mT).abs().max() * scale
-    values, vectors = inverses.eigenbasis(matrix)
-    assert values.isfinite().all()
-    torch.testing.assert_close(vectors.mT @ vectors, torch.eye(d).expand(2, d, d), rtol=1e-5, atol=1e-5)
-    again = inverses.from_eigenbasis(values, vectors)
-    torch.testing.assert_close(again, matrix, rtol=1e-4, atol=1e-5 * scale + 1e-38)
+def test_inverse_root_at_any_scale(d: int, scale: float) -> None:
+    u = random(2, d, d + 1)
+    matrix = scale * (u @ u.mT)
+    root = inverses.inverse_root(matrix.float(), torch.full((2, 1, 1), 1e-3 * scale))
+    wanted = inverses.inverse_root(matrix, torch.full((2, 1, 1), 1e-3 * scale, dtype=torch.float64))
+    torch.testing.assert_close(root.double(), wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
 
 
-def test_eigenbasis_where_float32_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As LAPACK has failed on a real layer with many dead units: float64 takes over."""
+def failing_eigh(monkeypatch: pytest.MonkeyPatch, *dtypes: torch.dtype) -> None:
     plain = torch.linalg.eigh
 
     def eigh(x: Tensor) -> Any:
-        if x.dtype == torch.float32:
+        if x.dtype in dtypes:
             raise torch.linalg.LinAlgError("the algorithm failed to converge")
         return plain(x)
 
-    size = inverses.SMALL + 4  # below it float64 comes first
-    matrix = (u := random(2, size, size + 1)) @ u.mT / size
     monkeypatch.setattr(torch.linalg, "eigh", eigh)
-    trouble = RefreshStatus()
-    values, vectors = inverses.eigenbasis(matrix.float(), trouble)
-    assert trouble.retried is not None
-    assert trouble.plain is None
-    assert values.dtype == vectors.dtype == torch.float32
-    torch.testing.assert_close(inverses.from_eigenbasis(values, vectors).double(), matrix, rtol=1e-4, atol=1e-4)
 
 
-def test_eigenbasis_of_a_null_space_does_not_follow_rounding() -> None:
-    """The same L but for its last bits, of low rank: the same basis, up to signs."""
-    u = random(1, 8, 3)
-    matrix = u @ u.mT
-    noise = 1e-15 * random(1, 8, 8)
-    first = inverses.eigenbasis(matrix)[1]
-    second = inverses.eigenbasis(matrix + noise + noise.mT)[1]
-    overlap = (first.mT @ second).abs()
-    torch.testing.assert_close(overlap, torch.eye(8, dtype=torch.float64)[None], rtol=0, atol=1e-4)
+def test_inverse_root_where_float32_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As LAPACK has failed on a real layer with many dead units: float64 takes over."""
+    matrix, damping = (u := random(2, 20, 30)) @ u.mT / 20, torch.full((2, 1, 1), 0.1, dtype=torch.float64)
+    wanted = inverses.inverse_root(matrix, damping)
+    failing_eigh(monkeypatch, torch.float32)
+    status = RefreshStatus()
+    root = inverses.inverse_root(matrix.float(), damping.float(), status)
+    assert status.retried is not None
+    assert status.plain is None
+    assert root.dtype == torch.float32
+    torch.testing.assert_close(root.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_inverse_root_where_nothing_converges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the diagonal."""
+    failing_eigh(monkeypatch, torch.float32, torch.float64)
+    matrix, status = (u := random(2, 5, 7).float()) @ u.mT, RefreshStatus()
+    root = inverses.inverse_root(matrix, torch.tensor([0.1, 0.2]).view(2, 1, 1), status)
+    wanted = torch.stack([torch.diag((matrix[i].diagonal() + (i + 1) / 10).rsqrt()) for i in range(2)])
+    torch.testing.assert_close(root, wanted)
+    assert status.plain is not None
 
 
 # ------------------------------------------------------------------------------------------------ failure
@@ -296,12 +298,16 @@ class NoFloat64(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("options", [{}, {"scaling": "inverse", "solver": "dense", "damping": 0.0}], ids=str)
-def test_devices_without_float64(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(ngplus.NGPlus, {}), (ngplus.NGPlus, {"solver": "dense", "damping": 0.0}), (ngplus.NGAdam, {})],
+    ids=["NGPlus", "without damping", "NGAdam"],
+)
+def test_devices_without_float64(monkeypatch: pytest.MonkeyPatch, kind: Any, options: dict[str, Any]) -> None:
     monkeypatch.setattr(base, "NARROW", ("cpu",), raising=False)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).float()
-    optimizer = ngplus.NGPlus(model, update_every=1, **options)
+    optimizer = kind(model, update_every=1, **options)
     with NoFloat64():
         for _ in range(3):
             optimizer.zero_grad()

@@ -422,7 +422,7 @@ def test_sparse_tables_train_like_dense_ones(tmp_path: Path) -> None:
         task = open_tiny("criteo", tmp_path, model={"dim": 4, "bottom": [8], "top": [8], "sparse": sparse})
         torch.manual_seed(0)
         model = task.model().train()
-        optimizer = ngplus.NGPlus(model, lr=0.05, scaling="inverse", momentum=0.0, damping=0.3, update_every=2)
+        optimizer = ngplus.NGPlus(model, lr=0.05, momentum=0.0, damping=0.3, update_every=2)
         for step in range(4):
             optimizer.zero_grad()
             task.loss(model, task.batch(0, step)).backward()

@@ -225,8 +225,8 @@ def test_evaluate_leaves_mode_and_weights(name: str, data: Path) -> None:
 
 
 OPTIMIZERS: dict[str, Callable[[torch.nn.Module], torch.optim.Optimizer]] = {
-    "ngplus": lambda model: ngplus.NGPlus(model, lr=0.01, update_every=2),
-    "paper": lambda model: ngplus.NGPlus(model, lr=0.02, scaling="inverse", damping=0.3, update_every=2),
+    "ngadam": lambda model: ngplus.NGAdam(model, lr=0.01, update_every=2),
+    "ngplus": lambda model: ngplus.NGPlus(model, lr=0.02, damping=0.3, update_every=2),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),
 }
@@ -255,7 +255,7 @@ def test_a_few_steps_reduce_the_loss(name: str, optimizer: str, data: Path) -> N
 def test_every_parameter_gets_sample_curvature(name: str, data: Path) -> None:
     task: Task = open_tiny(name, data)
     model = task.model().train()
-    opt = ngplus.NGPlus(model, update_every=1, side="both")  # "auto" leaves vectors and tables out
+    opt = ngplus.NGPlus(model, update_every=1)
     task.loss(model, task.batch(0, 0)).backward()
     opt.step()
     assert {row.source for row in opt.plan() if not row.frozen} == {"sample"}

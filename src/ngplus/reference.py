@@ -133,8 +133,8 @@ def ngadam_direction(
 
         D = sqrt(tr L) (L + lambda I)^(-1/2) M (R + lambda I)^(-1/2)
 
-    L and R are moving averages of G G^T and G^T G. ``damping`` is relative: lambda is ``damping`` times the mean
-    eigenvalue of L, and of R. ``max_rms`` is the largest root mean square of D.
+    L and R are moving averages of G G^T and G^T G. ``damping`` is relative: lambda is ``damping``, or 1 / t^2 in step t
+    where that is larger, times the mean eigenvalue of L, and of R. ``max_rms`` is the largest root mean square of D.
 
     Examples:
         >>> state = {}
@@ -153,9 +153,10 @@ def ngadam_direction(
     state["right"].lerp_(gradient.mT @ gradient, 1 - betas[1])
     if is_refresh(state["step"], update_every):
         left, right = state["left"] / correction2, state["right"] / correction2
-        trace = left.trace().clamp_min(torch.finfo(left.dtype).tiny)
-        state["left_root"] = inverse_root(left, damping * trace / m) * trace.sqrt()
-        state["right_root"] = inverse_root(right, damping * trace / n)
+        trace = left.trace().clamp_min(1e-30)
+        relative = max(damping, state["step"] ** -2)
+        state["left_root"] = inverse_root(left, relative * trace / m) * trace.sqrt()
+        state["right_root"] = inverse_root(right, relative * trace / n)
     ahead = state["momentum"].lerp(gradient, 1 - betas[0]) / correction1  # Nesterov's momentum
     direction = state["left_root"] @ ahead @ state["right_root"]
     return direction / (direction.square().mean().sqrt() / max_rms).clamp_min(1.0)

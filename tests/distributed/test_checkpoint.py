@@ -22,15 +22,15 @@ SAVED_AT = 10  # in between two refreshes: T is 3
 KINDS = ["ddp", "ddp memory", "fsdp2"]
 
 
-def make(kind: str, name: str, world: int) -> tuple[nn.Module, ngplus.NGPlus]:
+def make(kind: str, name: str, world: int) -> tuple[nn.Module, ngplus.NGPlus | ngplus.NGAdam]:
     net: nn.Module = setting.convolutions(setting.precision(name))
     if world > 1:
         net = sharded(net) if kind == "fsdp2" else DistributedDataParallel(net)  # type: ignore[arg-type]
     distribution = "memory" if kind == "ddp memory" else "communication"
-    return net, ngplus.NGPlus(net, lr=setting.LR, distribution=distribution, **setting.OPTIONS[name])
+    return net, setting.optimizer_of(net, name, distribution=distribution)
 
 
-def train(net: nn.Module, optimizer: ngplus.NGPlus, steps: range, rank: int, world: int) -> None:
+def train(net: nn.Module, optimizer: ngplus.NGPlus | ngplus.NGAdam, steps: range, rank: int, world: int) -> None:
     for step in steps:
         x, y = setting.batch(step, next(net.parameters()).dtype)
         mine = setting.share(len(x), rank, world, unequal=False)
@@ -62,7 +62,7 @@ def load(rank: int, world: int, kind: str, name: str, folder: str) -> list[Tenso
     return parameters(net)
 
 
-@pytest.mark.parametrize("name", ["sample", "momentum", "adaptive"])
+@pytest.mark.parametrize("name", ["sample", "momentum", "ngadam blocks"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_goes_on_on_any_number_of_ranks(ranks: Callable[[int], Pool], tmp_path: Path, kind: str, name: str) -> None:
     whole = ranks(2).run(save, kind, name, str(tmp_path))

@@ -71,11 +71,7 @@ def triangles() -> int:
     return 4 * sum(g * min(m, n) * (min(m, n) + 1) // 2 for g, m, n in sides)
 
 
-KINDS = {
-    "dense": OPTIONS["sample"],
-    "average": OPTIONS["momentum"],
-    "eigenbasis": {**OPTIONS["sample"], "scaling": "adaptive", "side": "smaller", "early_refreshes": False},
-}
+KINDS = {"dense": OPTIONS["sample"], "average": OPTIONS["momentum"]}
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -119,7 +115,7 @@ def test_mini_batch_curvature_sends_nothing_of_its_own(ranks: Callable[[int], Po
 
 def test_less_than_kfac() -> None:
     """d (d + 1) / 2 with d the smaller side, against m (m + 1) / 2 + n (n + 1) / 2."""
-    plan = ngplus.NGPlus(convolutions(), side="smaller").plan()
+    plan = ngplus.NGPlus(convolutions()).plan()
     kfac = sum(r.groups * (m * (m + 1) + n * (n + 1)) // 2 for r in plan for m, n in [r.shape])
     assert plan.wire_bytes < 4 * kfac / 3
 
@@ -146,7 +142,7 @@ def solvers(rank: int, world: int) -> list[list[str]]:
     out = []
     for solver in ("auto", "woodbury", "sketched"):
         net = DistributedDataParallel(nn.Linear(100, 50))
-        optimizer = ngplus.NGPlus(net, scaling="inverse", solver=solver)
+        optimizer = ngplus.NGPlus(net, solver=solver)
         before = optimizer.plan(batch_size=4)[0].solver
         net(torch.randn(4, 100)).square().mean().backward()
         optimizer.step()

@@ -40,30 +40,62 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("name", ["adaptive", "inverse", "momentum"])
-def test_a_checkpoint_from_before_there_were_versions_loads(name: str) -> None:
-    """The file was written by ngplus 0.1.0.dev0, when groups had no ``state_version``."""
+def stored(name: str) -> Any:
+    """Written by ngplus 0.1.0.dev0, when groups had no ``state_version``."""
     held = torch.load(STORED / "layout0.pt", weights_only=True)[name]
     assert "state_version" not in held["optimizer"]["param_groups"][0]
-    model = net()
-    model.load_state_dict(held["model"])
-    optimizer = ngplus.NGPlus(model, lr=0.01, update_every=2, **held["options"])
+    return held
+
+
+@pytest.mark.parametrize("name", ["inverse", "momentum"])
+@pytest.mark.parametrize("version", [None, *range(1, checkpoints.VERSION)])
+def test_an_earlier_layout_loads(name: str, version: int | None) -> None:
+    """It goes on as a run that was not interrupted, with the options that it had."""
+    held = stored(name)
+    (old,) = held["optimizer"]["param_groups"]
+    if version is not None:
+        old["state_version"] = version
+    model, twin = net(), net()
+    for own in (model, twin):
+        own.load_state_dict(held["model"])
+    options = {key: value for key, value in held["options"].items() if key != "scaling"}
+    optimizer, other = (ngplus.NGPlus(own, lr=0.01, update_every=2, **options) for own in (model, twin))
     optimizer.load_state_dict(held["optimizer"])
     group = optimizer.param_groups[0]
     assert (group["step"], group["state_version"]) == (3, checkpoints.VERSION)
+    assert group.keys() == other.param_groups[0].keys()  # what is gone is not kept
+    assert (group["side"], group["gamma"]) == ("smaller", pytest.approx(0.1))
     kept = held["optimizer"]["state"][0]
-    for key in ("basis", "exp_avg", "inverse", "curvature"):
-        if key in kept:
-            assert torch.equal(optimizer.state[model[0].weight][key], kept[key])
+    compared = [key for key in ("inverse", "curvature", "momentum_buffer") if key in kept]
+    assert len(compared) == (2 if name == "inverse" else 3)
+    for key in compared:
+        assert torch.equal(optimizer.state[model[0].weight][key], kept[key])
     before = parameters(model)
-    train(model, optimizer, range(3, 6))
-    assert optimizer.health().good
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # in today's layout
+    for own, its in ((model, optimizer), (twin, other)):
+        train(own, its, range(3, 6))
+        assert its.health().good
     assert not same(before, parameters(model))
+    assert same(parameters(twin), parameters(model))
 
 
-def spoilt(change: Any) -> Any:
+@pytest.mark.parametrize("kind", [ngplus.NGPlus, ngplus.NGAdam])
+def test_an_adaptive_state_of_an_earlier_layout_is_refused(kind: Any) -> None:
     model = net()
-    optimizer = ngplus.NGPlus(model, lr=0.01, momentum=0.9, scaling="inverse")
+    optimizer = kind(model, lr=0.01, update_every=2)
+    train(model, optimizer, range(2))
+    before = copy.deepcopy(optimizer.state_dict()["param_groups"])
+    message = "scaling='adaptive'.*NGAdam" if kind is ngplus.NGPlus else "not of NGAdam: its groups have no betas"
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(stored("adaptive")["optimizer"])
+    assert optimizer.state_dict()["param_groups"] == before
+    train(model, optimizer, range(2, 4))
+    assert optimizer.health().good
+
+
+def spoilt(change: Any, kind: Any = ngplus.NGPlus) -> Any:
+    model = net()
+    optimizer = kind(model, lr=0.01)
     train(model, optimizer, range(2))
     content = copy.deepcopy(optimizer.state_dict())
     change(content)
@@ -79,6 +111,11 @@ def adam() -> dict[str, Any]:
 
 def set_group(content: Any, **changes: Any) -> None:
     content["param_groups"][0].update(changes)
+
+
+def removed(**options: Any) -> Any:
+    """A state of layout 4 with an option that is gone."""
+    return lambda: spoilt(lambda content: set_group(content, state_version=4, **options))
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -106,13 +143,44 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "inverse of parameter 0.weight is a str",
     ),
     "no dict": (lambda: spoilt(lambda c: c["state"].update({0: [1]})), "state of parameter 0.weight"),
+    "adaptive": (removed(scaling="adaptive"), "scaling='adaptive'.*NGAdam"),
+    "relative damping": (removed(damping_mode="relative"), "damping_mode='relative'"),
+    "decoupled decay": (removed(decoupled_weight_decay=True), "decoupled_weight_decay=True"),
+    "early refreshes": (removed(early_refreshes=True), "early_refreshes=True"),
+    "another second beta": (removed(graft="adam", beta2=0.9), "beta2=0.9"),
+    "another epsilon": (removed(graft="adam", eps=1e-4), "eps=0.0001"),
+    "both sides": (removed(side="both"), "Invalid side: 'both'"),
 }
 
 
-@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_is_refused_and_nothing_is_half_loaded(make: Any, message: str) -> None:
+def spoilt_ngadam(change: Any) -> Any:
+    return lambda: spoilt(change, ngplus.NGAdam)
+
+
+REFUSED_BY_NGADAM: dict[str, tuple[Any, str]] = {
+    "a later layout": (spoilt_ngadam(lambda c: set_group(c, state_version=99)), "layout 99"),
+    "NGPlus's": (lambda: spoilt(lambda c: None), "not of NGAdam: its groups have no betas"),
+    "a bad option": (spoilt_ngadam(lambda c: set_group(c, betas=(0.9, 1.0))), "Invalid beta parameter at index 1"),
+    "a bad step": (spoilt_ngadam(lambda c: set_group(c, step=-3)), "step=-3"),
+    "not finite": (
+        spoilt_ngadam(lambda c: c["state"][0]["left"].fill_(math.nan)),
+        "left of parameter 0.weight is not finite",
+    ),
+    "a wrong type": (
+        spoilt_ngadam(lambda c: c["state"][0].update(right_root="x")),
+        "right_root of parameter 0.weight is a str",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "message"),
+    [pytest.param(ngplus.NGPlus, *case, id=name) for name, case in REFUSED.items()]
+    + [pytest.param(ngplus.NGAdam, *case, id=f"NGAdam: {name}") for name, case in REFUSED_BY_NGADAM.items()],
+)
+def test_what_does_not_fit_is_refused_and_nothing_is_half_loaded(kind: Any, make: Any, message: str) -> None:
     model = net()
-    optimizer = ngplus.NGPlus(model, lr=0.01, momentum=0.9, scaling="inverse")
+    optimizer = kind(model, lr=0.01)
     train(model, optimizer, range(3))
     before = copy.deepcopy(optimizer.state_dict())
     content = make()
@@ -126,9 +194,10 @@ def test_what_does_not_fit_is_refused_and_nothing_is_half_loaded(make: Any, mess
     train(model, optimizer, range(3, 5))
 
 
-def test_a_checkpoint_loads_without_executing_code() -> None:
+@pytest.mark.parametrize("kind", [ngplus.NGPlus, ngplus.NGAdam])
+def test_a_checkpoint_loads_without_executing_code(kind: Any) -> None:
     model = net()
-    optimizer = ngplus.NGPlus(model)
+    optimizer = kind(model)
     train(model, optimizer, range(1))
     buffer = io.BytesIO()
     torch.save(optimizer.state_dict(), buffer)

@@ -95,7 +95,7 @@ def test_the_next_pass_counts_its_samples(name: str) -> None:
     def curvature(breaks: bool) -> tuple[Tensor, tuple[int, int] | None]:
         torch.manual_seed(0)
         model, x = models()[name](), torch.randn(6, 5, 4)
-        optimizer = ngplus.NGPlus(model, scaling="inverse", damping=1.0)
+        optimizer = ngplus.NGPlus(model, damping=1.0)
         if breaks:
             with interrupted():
                 model(torch.randn(3, 5, 4))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ngplus
+from ngplus import NGAdam, NGPlus
 from ngplus.baselines import KFAC, SENG
 from ngplus.diagnostics import health
 from ngplus.fisher import inverses
@@ -25,18 +27,21 @@ from ngplus.utils.finite import RefreshStatus
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Sparse invariant checks")
 
-METHODS: dict[str, dict[str, Any]] = {
-    "adaptive": {},
-    "adaptive momentum": {"curvature": "momentum", "block_size": 3},
-    "adaptive batch": {"curvature": "batch"},
-    "dense": {"scaling": "inverse", "solver": "dense"},
-    "auto": {"scaling": "inverse", "graft": "adam", "damping": "auto"},
-    "momentum": {"scaling": "inverse", "curvature": "momentum", "nesterov": True},
-    "batch": {"scaling": "inverse", "curvature": "batch", "weight_decay": 0.1, "graft": "sgd"},
-    "woodbury": {"scaling": "inverse", "solver": "woodbury"},
-    "sketched": {"scaling": "inverse", "solver": "sketched", "decoupled_weight_decay": True, "weight_decay": 0.1},
+Method = Callable[..., Any]  # makes an optimizer of a model
+METHODS: dict[str, Method] = {
+    "default": NGPlus,
+    "dense": partial(NGPlus, solver="dense"),
+    "auto": partial(NGPlus, graft="adam", damping="auto"),
+    "momentum": partial(NGPlus, curvature="momentum", nesterov=True),
+    "momentum in blocks": partial(NGPlus, curvature="momentum", block_size=3),
+    "batch": partial(NGPlus, curvature="batch", weight_decay=0.1, graft="sgd"),
+    "woodbury": partial(NGPlus, solver="woodbury"),
+    "sketched": partial(NGPlus, solver="sketched", weight_decay=0.1),
+    "NGAdam": NGAdam,
+    "NGAdam without momentum": partial(NGAdam, betas=(0.0, 0.9), weight_decay=0.1),
 }
-every_method = pytest.mark.parametrize("options", METHODS.values(), ids=METHODS)
+every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+both = pytest.mark.parametrize("kind", [NGPlus, NGAdam])
 
 
 @pytest.fixture(params=["host", "device"], autouse=True)
@@ -123,18 +128,16 @@ def nothing_read(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Tensor, name, refuse)
 
 
-@every_method
-def test_a_good_step_never_waits(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize("name", METHODS)
+def test_a_good_step_never_waits(name: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Plain steps and refreshes, but for the first, which checks once that the capture has missed nothing.
 
     A sketched solver has another seed in each refresh, so that the last good state cannot be chosen by a device.
     """
-    if options.get("solver") == "sketched" and not finite.SEEN:
+    if name == "sketched" and not finite.SEEN:
         pytest.skip("the host looks, once a refresh")
     model = net()
-    optimizer = ngplus.NGPlus(model, lr=1e-3, update_every=2, **options)
+    optimizer = METHODS[name](model, lr=1e-3, update_every=2)
     train(model, optimizer, 2)
     optimizer.health()
     request.getfixturevalue("nothing_read")
@@ -146,11 +149,14 @@ def test_a_good_step_never_waits(
     assert optimizer.health().good
 
 
-@pytest.mark.parametrize("kind", ["embedding", "bag"])
-def test_sparse_gradients_do_not_wait_either(kind: str, request: pytest.FixtureRequest) -> None:
+@both
+@pytest.mark.parametrize("table", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_do_not_wait_either(
+    table: Callable[..., Any], kind: Method, request: pytest.FixtureRequest
+) -> None:
     torch.manual_seed(0)
-    layer = nn.Embedding(20, 3, sparse=True) if kind == "embedding" else nn.EmbeddingBag(20, 3, sparse=True)
-    optimizer = ngplus.NGPlus(layer, lr=1e-3, update_every=2)
+    layer = table(20, 3, sparse=True)
+    optimizer = kind(layer, lr=1e-3, update_every=2)
     for k in range(6):
         layer(torch.tensor([[1, 2], [2, 5 + k]])).square().sum().backward()
         if k == 1:
@@ -182,10 +188,10 @@ SPOILS: dict[str, Callable[[nn.Module], None]] = {
 @pytest.mark.parametrize("first", [0, 2, 3], ids=["first step", "refresh", "between"])
 @every_method
 def test_a_bad_gradient_skips_the_step(
-    options: dict[str, Any], first: int, spoil: Callable[[nn.Module], None], looks: bool
+    method: Method, first: int, spoil: Callable[[nn.Module], None], looks: bool
 ) -> None:
     model = net()
-    optimizer = ngplus.NGPlus(model, lr=1e-3, update_every=2, **options)
+    optimizer = method(model, lr=1e-3, update_every=2)
     train(model, optimizer, first)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -206,7 +212,7 @@ def test_a_bad_gradient_skips_the_step(
 
 
 @every_method
-def test_a_skipped_step_leaves_no_trace(options: dict[str, Any], looks: bool) -> None:
+def test_a_skipped_step_leaves_no_trace(method: Method, looks: bool) -> None:
     """On the host: as if it had not been, bit for bit. A device lets the moving averages take in zeros."""
     if not looks:
         pytest.skip("of the host")
@@ -215,7 +221,7 @@ def test_a_skipped_step_leaves_no_trace(options: dict[str, Any], looks: bool) ->
         model = net()
         model.eval()  # BatchNorm's own statistics are not the optimizer's
         model.training = True
-        optimizer = ngplus.NGPlus(model, lr=1e-3, update_every=2, **options)
+        optimizer = method(model, lr=1e-3, update_every=2)
         train(model, optimizer, 3)
         if spoilt:
             SPOILS["one layer"](model)
@@ -226,11 +232,12 @@ def test_a_skipped_step_leaves_no_trace(options: dict[str, Any], looks: bool) ->
     assert same(*runs)
 
 
-def test_warnings_can_be_errors() -> None:
+@both
+def test_warnings_can_be_errors(kind: Method) -> None:
     if not finite.SEEN:
         pytest.skip("a device tells later")
     model = net()
-    optimizer = ngplus.NGPlus(model)
+    optimizer = kind(model)
     SPOILS["one layer"](model)
     before = parameters(model)
     with warnings.catch_warnings():
@@ -256,27 +263,34 @@ def test_rivals_skip_as_well(kind: Any) -> None:
     assert all_finite(optimizer, model)
 
 
-def test_the_preconditioner_gives_zeros_for_a_bad_gradient() -> None:
+@pytest.mark.parametrize("options", [{}, {"graft": "adam", "momentum": 0.9}], ids=["plain", "grafted"])
+def test_the_preconditioner_gives_zeros_for_a_bad_gradient(options: dict[str, Any]) -> None:
+    """Also where there is a first moment, from which a step without a gradient could be made."""
     model = net()
-    preconditioner = ngplus.Preconditioner(model, update_every=2)
-    train(model, preconditioner, 3)
-    SPOILS["one layer"](model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        preconditioner.step()
-    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+    preconditioner = ngplus.Preconditioner(model, update_every=2, **options)
+    for k in range(4):
+        if k == 2:
+            SPOILS["one layer"](model)
+        else:
+            backward(model, k)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            preconditioner.step()
+        lengths = torch.stack([p.grad.norm() for p in model.parameters()])
+        assert bool((lengths == 0).all()) if k == 2 else bool((lengths > 0).all())
     assert preconditioner.health().skipped == 1
 
 
 # ------------------------------------------------------------------------------------------------ mixed precision
 
 
+@both
 @pytest.mark.parametrize("unscale", [False, True])
-def test_overflow_of_float16_with_a_grad_scaler(unscale: bool, looks: bool) -> None:
+def test_overflow_of_float16_with_a_grad_scaler(unscale: bool, kind: Method, looks: bool) -> None:
     """The scaler finds its scale by overflows: steps are skipped, nothing is told, and training goes on."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
-    optimizer = ngplus.NGPlus(model, lr=1e-2, update_every=2)
+    optimizer = kind(model, lr=1e-2, update_every=2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     x, y = torch.randn(8, 5), torch.randn(8, 3)
     moved = 0
@@ -301,11 +315,12 @@ def test_overflow_of_float16_with_a_grad_scaler(unscale: bool, looks: bool) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_parameters_of_16_bits_stay_finite(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["batch", "NGAdam"])
+def test_parameters_of_16_bits_stay_finite(dtype: torch.dtype, name: str) -> None:
     """A step of float32's range does not fit into float16."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3).to(dtype)
-    optimizer = ngplus.NGPlus(model, lr=6e4, curvature="batch")
+    optimizer = METHODS[name](model, lr=6e4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(3):
@@ -320,13 +335,13 @@ def test_parameters_of_16_bits_stay_finite(dtype: torch.dtype) -> None:
 # ------------------------------------------------------------------------------------------------ curvature
 
 
-@pytest.mark.parametrize("options", [o for o in METHODS.values() if o.get("curvature") != "batch"], ids=str)
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "batch" and "NGAdam" not in name])
 @pytest.mark.parametrize("first", [0, 2], ids=["first refresh", "later"])
-def test_curvature_that_overflows_leaves_the_last_good_one(options: dict[str, Any], first: int) -> None:
+def test_curvature_that_overflows_leaves_the_last_good_one(name: str, first: int) -> None:
     """Gradients that are finite, products that are not."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3))
-    optimizer = ngplus.NGPlus(model, lr=1e-3, update_every=2, **options)
+    optimizer = METHODS[name](model, lr=1e-3, update_every=2)
     x, signs = torch.randn(8, 5).repeat(2, 1), torch.ones(16, 1)
     signs[8:] = -1.0  # every sample has its opposite: the gradients of the batch are zero, those of samples huge
 
@@ -337,7 +352,7 @@ def test_curvature_that_overflows_leaves_the_last_good_one(options: dict[str, An
 
     for _ in range(first):
         go(0.0)
-    names = ("basis", "inverse", "factor", "core", "curvature")
+    names = ("inverse", "factor", "core", "curvature")
     held = {key: v for key, v in optimizer.state[model[0].weight].items() if key in names}
     kept = {key: v.clone() for key, v in held.items()}
     with warnings.catch_warnings(record=True) as caught:
@@ -356,13 +371,16 @@ def test_curvature_that_overflows_leaves_the_last_good_one(options: dict[str, An
 
 @pytest.mark.parametrize("scale", [0.0, 1e-20, 1e-10, 1.0, 1e10, 1e20], ids=str)
 @pytest.mark.parametrize("condition", [1.0, 1e12])
-@pytest.mark.parametrize("damping", [0.0, 1e-12, 1e-3, "auto"])
-@pytest.mark.parametrize("scaling", ["inverse", "adaptive"])
-def test_hostile_curvature(scale: float, condition: float, damping: float | str, scaling: str) -> None:
+@pytest.mark.parametrize(
+    "method",
+    [*(partial(NGPlus, damping=damping) for damping in (0.0, 1e-12, 1e-3, "auto")), NGAdam],
+    ids=["0.0", "1e-12", "1e-3", "auto", "NGAdam"],
+)
+def test_hostile_curvature(scale: float, condition: float, method: Method) -> None:
     """L of zero, rank-deficient, badly conditioned, of huge scales: the model stays finite and goes on moving."""
     torch.manual_seed(0)
     model = nn.Linear(12, 6)
-    optimizer = ngplus.NGPlus(model, lr=1e-3, update_every=2, damping=damping, scaling=scaling)
+    optimizer = method(model, lr=1e-3, update_every=2)
     axes = torch.logspace(0, -math.log10(condition) / 2, 12)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -379,7 +397,7 @@ def test_a_step_that_overflows_is_left_out() -> None:
     """An inverse of 1e30 and a gradient of 1e15: no fault of either, but no step either."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    optimizer = ngplus.NGPlus(model, lr=1.0, damping=1e-30, scaling="inverse", curvature="batch", beta=0.0, gamma=0.0)
+    optimizer = NGPlus(model, lr=1.0, damping=1e-30, curvature="batch", beta=0.0, gamma=0.0)
     before = parameters(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -397,11 +415,18 @@ def test_a_step_that_overflows_is_left_out() -> None:
     assert sum("The step of weight" in str(w.message) for w in caught) == 1
 
 
-@pytest.mark.parametrize("options", [{"weight_decay": 1e6}, {"momentum": 3.0, "scaling": "inverse"},
-                                     {"weight_decay": 1e6, "decoupled_weight_decay": True}], ids=str)  # fmt: skip
-def test_options_that_blow_up_stop_short_of_infinity(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "method",
+    [
+        partial(NGPlus, curvature="batch", weight_decay=1e6),
+        partial(NGPlus, curvature="batch", momentum=3.0),
+        partial(NGAdam, weight_decay=1e6),
+    ],
+    ids=["weight_decay", "momentum", "decoupled weight_decay"],
+)
+def test_options_that_blow_up_stop_short_of_infinity(method: Method) -> None:
     model = nn.Linear(3, 2)
-    optimizer = ngplus.NGPlus(model, lr=1.0, curvature="batch", **options)
+    optimizer = method(model, lr=1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(100):
@@ -446,7 +471,7 @@ def test_a_failure_on_a_device_keeps_the_last_good_inverse_and_is_helped_at_the_
 ) -> None:
     torch.manual_seed(0)
     model = nn.Linear(5, 3)
-    optimizer = ngplus.NGPlus(model, lr=1e-3, update_every=1, scaling="inverse", solver="dense")
+    optimizer = NGPlus(model, lr=1e-3, update_every=1, solver="dense")
 
     def go() -> Tensor:
         optimizer.zero_grad()
@@ -478,18 +503,47 @@ def test_a_failure_on_a_device_keeps_the_last_good_inverse_and_is_helped_at_the_
     assert any("did not factorise at once" in str(w.message) for w in caught)
 
 
-def test_an_eigendecomposition_that_fails_in_every_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    def eigh(x: Tensor) -> Any:
-        raise torch.linalg.LinAlgError("the algorithm failed to converge")
+def failing_eigh(monkeypatch: pytest.MonkeyPatch, *dtypes: torch.dtype) -> None:
+    real = torch.linalg.eigh
 
-    model = net()
-    optimizer = ngplus.NGPlus(model, lr=1e-3, update_every=2)
+    def eigh(x: Tensor) -> Any:
+        if x.dtype in dtypes:
+            raise torch.linalg.LinAlgError("the algorithm failed to converge")
+        return real(x)
+
     monkeypatch.setattr(torch.linalg, "eigh", eigh)
-    with pytest.warns(ngplus.HealthWarning, match="'adaptive' plain Adam"):
-        train(model, optimizer, 3)
+
+
+def health_after_training(model: nn.Module, optimizer: Any) -> ngplus.LayerHealth:
+    train(model, optimizer, 3)
+    return optimizer.health()["4.weight"]
+
+
+def test_an_eigendecomposition_that_fails_in_every_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    optimizer = NGAdam(model, lr=1e-3, update_every=2)
+    failing_eigh(monkeypatch, torch.float32, torch.float64)
+    before = parameters(model)
+    with pytest.warns(ngplus.HealthWarning, match=r"does not factorise.*NGAdam takes the root of its diagonal"):
+        found = health_after_training(model, optimizer)
     assert all_finite(optimizer, model)
-    assert optimizer.health()["4.weight"].plain == 2  # Adam, in the plain basis: after 0 and 2 steps
-    assert torch.equal(optimizer.state[model[4].weight]["basis"][0], torch.eye(6))
+    assert all(not torch.equal(p, b) for p, b in zip(parameters(model), before, strict=True))
+    assert (found.retried, found.plain) == (3, 3)  # the first four steps make roots each
+    root = optimizer.state[model[4].weight]["right_root"][0]
+    assert torch.equal(root, root.diagonal().diag())
+
+
+def test_an_eigendecomposition_that_fails_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one in float64 takes its place."""
+    model, other = net(), net()
+    optimizer, untroubled = (NGAdam(m, lr=1e-3, update_every=2) for m in (model, other))
+    train(other, untroubled, 3)
+    failing_eigh(monkeypatch, torch.float32)
+    with pytest.warns(ngplus.HealthWarning, match=r"did not factorise at once.*NGAdam takes float64"):
+        found = health_after_training(model, optimizer)
+    assert (found.retried, found.plain) == (3, 0)
+    for name in ("0.weight", "6.weight"):  # small matrices, whose roots float32 finds as well
+        torch.testing.assert_close(model.get_parameter(name), other.get_parameter(name), rtol=0, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -497,7 +551,7 @@ def test_an_eigendecomposition_that_fails_in_every_precision(monkeypatch: pytest
 
 def test_health_is_a_table_to_read_and_to_use() -> None:
     model = net()
-    optimizer = ngplus.NGPlus(model, update_every=2)
+    optimizer = NGPlus(model, update_every=2)
     train(model, optimizer, 1)
     assert optimizer.health().good
     assert "no layer had a fault" in str(optimizer.health())
@@ -512,21 +566,3 @@ def test_health_is_a_table_to_read_and_to_use() -> None:
     lines = str(found).splitlines()
     assert lines[0].startswith("2 steps, 1 skipped")
     assert lines[-1].split() == ["4.weight", "1", "0", "0", "0", "0"]
-
-
-def test_a_preconditioner_gives_zeros_for_gradients_that_are_not_finite() -> None:
-    """With a first moment there would be a step without a gradient, too."""
-    model = net()
-    preconditioner = ngplus.Preconditioner(model, scaling="adaptive", momentum=0.9)
-    for seed in range(3):
-        x, y = batch(seed)
-        if seed == 2:
-            x[0] = float("nan")
-        model.zero_grad()
-        (model.eval()(x) - y).square().mean().backward()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            preconditioner.step()
-        lengths = torch.stack([p.grad.norm() for p in model.parameters()])
-        assert bool((lengths == 0).all()) if seed == 2 else bool((lengths > 0).all())
-    assert preconditioner.health().skipped == 1

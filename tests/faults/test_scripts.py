@@ -28,7 +28,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> object:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")
-@pytest.mark.parametrize("optimizer", ["ngplus", "ngplus-paper"])
+@pytest.mark.parametrize("optimizer", ["ngplus", "ngadam"])
 def test_killed_runs_end_as_if_nobody_had_killed_them(tool: object, tmp_path: Path, optimizer: str) -> None:
     found = tool("kills").kill_many(4, 0, tmp_path, optimizer)  # type: ignore[operator]
     assert found["kills"] == 4

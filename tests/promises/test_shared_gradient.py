@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ngplus
 from ngplus.layers import ConvRule
 
-PAPER: dict[str, Any] = {"scaling": "inverse", "update_every": 1}
+PAPER: dict[str, Any] = {"update_every": 1}
 
 
 class Products(TorchDispatchMode):
@@ -135,7 +135,7 @@ def assert_close(found: list[Tensor], wanted: list[Tensor]) -> None:
         assert float((one - other).norm()) <= 2e-5 * float(other.norm()) + 1e-12
 
 
-@pytest.mark.parametrize("options", [{}, {"scaling": "adaptive"}, {"side": "right"}, {"block_size": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"curvature": "momentum"}, {"side": "right"}, {"block_size": 2}], ids=str)
 @pytest.mark.parametrize(
     "way",
     [plain, differentiated, twice, accumulated, of_the_input, checkpointed, reentrant, channels_last],

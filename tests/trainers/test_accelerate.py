@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ngplus
 
-OPTIONS = {"lr": 0.1, "scaling": "inverse", "update_every": 3}
+OPTIONS = {"lr": 0.1, "update_every": 3}
 STEPS, SAVED = 8, 4
 
 

@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 import ngplus
 
 WORDS, LENGTH, STEPS, SAVED = 29, 8, 8, 4
-OPTIONS = {"lr": 0.1, "scaling": "inverse", "update_every": 3}  # the save after 4 steps lies between two refreshes
+OPTIONS = {"lr": 0.1, "update_every": 3}  # the save after 4 steps lies between two refreshes
 
 
 class Counting(Dataset[dict[str, Tensor]]):

@@ -18,7 +18,7 @@ import ngplus
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning")
 
-OPTIONS = {"lr": 0.1, "scaling": "inverse", "update_every": 3}
+OPTIONS = {"lr": 0.1, "update_every": 3}
 STEPS, SAVED = 8, 4
 
 

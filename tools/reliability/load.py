@@ -33,12 +33,12 @@ def handles() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def train(steps: int, parts: int = 10, **options: Any) -> list[dict[str, float]]:
+def train(steps: int, parts: int = 10, optimizer_type: Any = ngplus.NGAdam) -> list[dict[str, float]]:
     """A row for each part of the steps."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-    optimizer = ngplus.NGPlus(model, lr=1e-3, update_every=1, **options)
+    optimizer = optimizer_type(model, lr=1e-3, update_every=1)
     x, y = torch.randn(8, 8), torch.randn(8, 4)
     rows = []
     for part in range(parts):
@@ -61,9 +61,9 @@ def growth(rows: list[dict[str, float]]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--scaling", default="adaptive")
+    parser.add_argument("--optimizer", choices=("NGAdam", "NGPlus"), default="NGAdam")
     arguments = parser.parse_args()
-    rows = train(arguments.steps, scaling=arguments.scaling)
+    rows = train(arguments.steps, optimizer_type=getattr(ngplus, arguments.optimizer))
     for row in rows:
         print(json.dumps(row))
     half = len(rows) // 2

@@ -66,7 +66,7 @@ class Roots(torch.optim.Optimizer):
 
     With ``sample_steps``, the products of the first steps come from per-sample gradients, scaled to the trace of those
     of the mini-batch gradient. With ``lazy``, L and R take in the gradients of the steps in which roots are made, and
-    no others.
+    no others. With ``decay``, the damping is at least 1 / t^2 in step t.
     """
 
     def __init__(
@@ -81,9 +81,10 @@ class Roots(torch.optim.Optimizer):
         max_rms: float = 0.3,
         sample_steps: int = 0,
         lazy: bool = False,
+        decay: bool = False,
     ) -> None:
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps}
-        defaults.update(damping=damping, update_every=update_every, max_rms=max_rms, lazy=lazy)
+        defaults.update(damping=damping, update_every=update_every, max_rms=max_rms, lazy=lazy, decay=decay)
         super().__init__([p for p in model.parameters() if p.requires_grad], defaults)
         self.tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
         self.samples = SampleGradients(model) if sample_steps else None
@@ -129,9 +130,10 @@ class Roots(torch.optim.Optimizer):
             state["averaged"] = step
         if due:
             correction = 1 - beta2**step
+            damping = max(group["damping"], step**-2) if group["decay"] else group["damping"]
             trace = (_trace(state["left"]) / correction).clamp_min(torch.finfo(g.dtype).tiny)
-            state["left_root"] = _root(state["left"] / correction, group["damping"] * trace / m) * trace.sqrt()
-            state["right_root"] = _root(state["right"] / correction, group["damping"] * trace / n)
+            state["left_root"] = _root(state["left"] / correction, damping * trace / m) * trace.sqrt()
+            state["right_root"] = _root(state["right"] / correction, damping * trace / n)
         ahead = state["momentum"].lerp(g, 1 - beta1).div_(1 - beta1**step)
         direction = multiply(state["left_root"], multiply(state["right_root"], ahead.mT).mT)
         rms = direction.norm() / math.sqrt(m * n)

@@ -292,7 +292,7 @@ class MatrixOptimizer(Optimizer):
         for group in self.param_groups:
             loaded = self._loaded(group)
             group.update({key: loaded[key] for key in self._option_names})
-            for key in checkpoints.REMOVED:
+            for key in checkpoints.REMOVED.keys() - set(self._option_names):
                 group.pop(key, None)
         self._of_param.update({param: group for group in self.param_groups for param in group["params"]})
         self._of_matrix = {id(matrix): self._of_param[matrix.params[0]] for matrix in self._matrices}

@@ -26,7 +26,7 @@ def gradient_parts(
     grads = [p.grad for p in matrix.active_params] if given is None else list(given)
     rows, first = None, grads[0]
     if first is not None and first.is_sparse:
-        if group["weight_decay"] != 0:
+        if group["weight_decay"] != 0 and "momentum" in group:  # decoupled weight decay leaves sparse rows alone
             raise RuntimeError(
                 f"weight_decay option is not compatible with the sparse gradient of {matrix.name!r}: give it a "
                 "parameter group with weight_decay=0"

@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.matrices import ParameterMatrix, Use, collect, separate
 from ngplus.diagnostics.plan import Plan, PlanRow, state_bytes, unless_frozen
+from ngplus.distributed.collectives import Distributor
 from ngplus.fisher.blocks import BlockPartition, NoPartition, TwoSidedPartition
 from ngplus.optimizers.base import BaseOptimizer, Direction, MatrixUpdate
 from ngplus.optimizers.options import check_learning_rate
@@ -37,10 +38,10 @@ class NGAdam(BaseOptimizer):
         D <- D / max(1, rms(D) / 0.3)
         W <- (1 - lr weight_decay) W - lr D
 
-    lambda is 1e-5 of the mean eigenvalue of L, and of R; both are divided by 1 - beta2^t. The roots are made anew
-    every update_every steps. Sides of more than 160
-    rows fall into blocks of up to 128. Tables of embeddings have diagonal L and R. Vectors have Adam's update with
-    Nesterov's momentum. The rows of sparse gradients have R alone, and no momentum.
+    lambda is the part max(1e-5, t^-2) of the mean eigenvalue of L, and of R; both are divided by 1 - beta2^t. The roots
+    are made anew every update_every steps. Sides of more than 160 rows fall into blocks of up to 128. Tables of
+    embeddings have diagonal L and R. Vectors have Adam's update with Nesterov's momentum. The rows of sparse gradients
+    have R alone, and no momentum.
 
     Examples:
         >>> model = nn.Linear(4, 2)
@@ -58,7 +59,8 @@ class NGAdam(BaseOptimizer):
         betas (tuple[float, float]): coefficients of the moving averages of the gradient, and of L and R
             (default: (0.9, 0.95)).
         eps (float): added to the denominator of vectors (default: 1e-8).
-        weight_decay (float): decoupled weight decay, as in torch.optim.AdamW (default: 1e-2).
+        weight_decay (float): decoupled weight decay, as in torch.optim.AdamW. Parameters with sparse gradients have
+            none (default: 1e-2).
         maximize (bool): maximize the objective (default: False).
         update_every (int): T, steps between two refreshes of the roots; the first steps have more (default: 5).
         model (Module): the module that the parameters belong to, where ``params`` is not a module. It tells tables,
@@ -168,8 +170,10 @@ class NGAdam(BaseOptimizer):
 
     # ---------------------------------------------------------------------------------------------- to look at
 
-    def plan(self) -> Plan:
+    def plan(self, batch_size: int | None = None, positions: int | Mapping[str, int] = 1) -> Plan:
         """What each parameter gets: shape, blocks, bytes of state, FLOPs of a step and of a refresh.
+
+        ``batch_size`` times ``positions`` are the rows of a sparse gradient.
 
         Examples:
             >>> plan = ngplus.NGAdam(nn.Linear(4, 2)).plan()
@@ -180,7 +184,10 @@ class NGAdam(BaseOptimizer):
         rows = []
         for matrix in self._matrices:
             group, state = self._group(matrix), self.state.get(matrix.params[0], {})
-            rows.append(unless_frozen(_row(matrix, matrix.partition_of(group), state), matrix, state))
+            places = positions.get(matrix.name, 1) if isinstance(positions, Mapping) else positions
+            touched = min(matrix.layout.rows, (batch_size or 0) * places) if matrix.sparse else matrix.layout.rows
+            row = _row(matrix, touched, matrix.partition_of(group), state, self._distributor(matrix))
+            rows.append(unless_frozen(row, matrix, state))
         return Plan(tuple(rows))
 
     def curvature(self, which: str | nn.Parameter) -> Curvature:
@@ -221,13 +228,17 @@ def _partition(matrix: ParameterMatrix) -> BlockPartition:
     return TwoSidedPartition(groups, m, block_size(m, n), n, block_size(n, m, matrix.layout.places))
 
 
-def _row(matrix: ParameterMatrix, partition: BlockPartition, state: State) -> PlanRow:
+def _row(
+    matrix: ParameterMatrix, rows: int, partition: BlockPartition, state: State, distributor: Distributor | None
+) -> PlanRow:
+    """``rows`` are those of a gradient."""
     m, n, groups = matrix.layout.rows, matrix.layout.cols, matrix.groups
     sides: Sequence[BlockPartition] = [own for _, own in partition.sides("left")]
     both = len(sides) == 2
     bytes_each = torch.finfo(matrix.dtype).bits // 8
-    elements = groups * m * n * (1 if sides else 2) + 2 * sum(own.elements for own in sides)
-    products = sum(2 * own.elements * (groups * m * n // own.d) // groups for own in sides)
+    moments = 0 if matrix.sparse else groups * m * n * (1 if sides else 2)
+    elements = moments + 2 * sum(own.elements for own in sides)
+    products = sum(2 * own.elements * (rows * n // own.d) for own in sides)
     return PlanRow(
         name=matrix.name,
         parameters=tuple(matrix.names),
@@ -241,7 +252,10 @@ def _row(matrix: ParameterMatrix, partition: BlockPartition, state: State) -> Pl
         state_bytes=state_bytes(state) or elements * bytes_each,
         step_flops=2 * products,  # L and R, and D
         refresh_flops=9 * partition.cubes if sides else 0,
+        inverse_flops=9 * partition.cubes if sides else 0,
         note="",
+        owner=None if distributor is None else distributor.owners[id(matrix)],
+        step_bytes=0 if distributor is None else distributor.traffic(matrix, {}).step * bytes_each,
         sparse=matrix.sparse,
         parameter_bytes=sum(p.numel() * p.element_size() for p in matrix.params),
     )

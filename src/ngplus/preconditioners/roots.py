@@ -37,7 +37,8 @@ from ngplus.fisher.inverses import inverse_root
 from ngplus.utils.finite import RefreshStatus
 from ngplus.utils.typing import State
 
-DAMPING = 1e-5  # lambda, as a part of the mean eigenvalue
+DAMPING = 1e-5  # lambda, as a part of the mean eigenvalue; more in the first steps
+FLOOR = 1e-30  # of the trace: gradients of this squared norm and below count as zeros
 MAX_RMS = 0.3  # of a direction: it is usually 0.1 to 0.3, and a burst of gradients meets roots of earlier steps
 
 WHOLE = 160  # rows of a side that is one block
@@ -55,6 +56,11 @@ def block_size(length: int, other: int, unit: int = 1) -> int:
     units = length // unit
     blocks = ceil(units / max(1, (BLOCK if unit == 1 else KERNEL_BLOCK) // unit))
     return unit * ceil(units / blocks)
+
+
+def damping_at(step: int) -> float:
+    """lambda, as a part of the mean eigenvalue. L and R of few gradients are of low rank: it is 1 / t^2 at first."""
+    return max(DAMPING, step**-2)
 
 
 def row_blocks(x: Tensor, rows: int) -> Tensor:
@@ -99,9 +105,10 @@ class RootsPreconditioner:
         """Makes the roots of L and R anew."""
         state, (groups, m, n) = self.state, self.state["exp_avg"].shape
         left, right = (state[key] / (1 - self.betas[1] ** state["step"]) for key in ("left", "right"))
-        trace = left.diagonal(dim1=-2, dim2=-1).reshape(groups, -1).sum(1).clamp_min(torch.finfo(left.dtype).tiny)
-        state["left_root"] = _root(left, DAMPING / m * trace, status) * _each(trace.sqrt(), left)
-        state["right_root"] = _root(right, DAMPING / n * trace, status)
+        trace = left.diagonal(dim1=-2, dim2=-1).reshape(groups, -1).sum(1).clamp_min(FLOOR)
+        damping = damping_at(state["step"])
+        state["left_root"] = _root(left, damping / m * trace, status) * _each(trace.sqrt(), left)
+        state["right_root"] = _root(right, damping / n * trace, status)
 
     def precondition(self, gradient: Tensor) -> Tensor:
         """D, before the learning rate."""
@@ -151,8 +158,8 @@ class RowsPreconditioner:
     def refresh(self, status: RefreshStatus) -> None:
         right = self.state["right"] / (1 - self.betas[1] ** self.state["step"])
         diagonal = right.diagonal(dim1=-2, dim2=-1)
-        trace = diagonal.sum()[None].clamp_min(torch.finfo(right.dtype).tiny)
-        self.state["right_root"] = _root(right, DAMPING / self.length * trace, status)
+        trace = diagonal.sum()[None].clamp_min(FLOOR)
+        self.state["right_root"] = _root(right, damping_at(self.state["step"]) / self.length * trace, status)
 
     def precondition(self, gradient: Tensor) -> Tensor:
         direction = multiply(self.state["right_root"], gradient.mT).mT
@@ -213,7 +220,7 @@ def clip(direction: Tensor, root_of_count: float) -> Tensor:
 
 
 def _root(x: Tensor, damping: Tensor, status: RefreshStatus) -> Tensor:
-    each = _each(damping, x)
+    each = _each(damping.clamp_min(torch.finfo(x.dtype).tiny), x)
     return (x + each).rsqrt() if x.shape[-1] == 1 else inverse_root(x, each, status)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 import ngplus
 from ngplus.lab.bench.record import Setting, Taken
 from ngplus.lab.bench.timing import Stopwatch, Turn, take_turns
-from ngplus.lab.bench.training import INVERSE
+from ngplus.lab.bench.training import NGPLUS
 
 COLUMNS, SAMPLES, PLAIN = 1024, 256, 5
 
@@ -25,7 +25,7 @@ def measure(setting: Setting) -> Taken:
 def _turn(m: int, columns: int, block: int) -> Turn:
     torch.manual_seed(0)
     model, x, y = nn.Linear(columns, m, bias=False), torch.randn(SAMPLES, columns), torch.randn(SAMPLES, m)
-    optimizer = ngplus.NGPlus(model, **INVERSE, side="left", solver="dense", block_size=block, update_every=PLAIN + 1)
+    optimizer = ngplus.NGPlus(model, **NGPLUS, side="left", solver="dense", block_size=block, update_every=PLAIN + 1)
 
     def turn(watch: Stopwatch) -> None:
         optimizer.zero_grad()

@@ -31,14 +31,15 @@ FRAME = {
     "_with_gradients": "checks",
     "_updates": "gradients",
     "_take_up": "inverses",
-    "_observe": "inverses",
+    "_observe": "averages",
     "_direction": "directions",
     "by_parameter": "directions",
     "update_parameters": "update",
     "_advance": "arming",
 }
 PARTS = (
-    "forward", "backward", "capture in forward", "capture products", "checks", "gradients", "inverses", "directions",
+    "forward", "backward", "capture in forward", "capture products", "checks", "gradients", "averages", "inverses",
+    "directions",
     "update", "arming", "step, other",
 )  # fmt: skip
 METHODS = {"ngplus": NGPLUS, "ngadam": NGADAM}

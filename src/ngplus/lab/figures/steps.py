@@ -26,7 +26,7 @@ from ngplus.lab.figures.common import BLUE, ORANGE, Outcome
 
 BATCH = 64
 METHODS: dict[str, Callable[..., Any]] = {"ngplus": partial(ngplus.NGPlus, damping=0.3), "ngadam": ngplus.NGAdam}
-RATES = {"ngplus": (0.03, 0.1, 0.3), "ngadam": (0.003, 0.01, 0.03)}
+RATES = {"ngplus": (0.03, 0.1, 0.3), "ngadam": (0.01, 0.03, 0.1)}
 COLOURS = {"ngplus": BLUE, "ngadam": ORANGE}
 
 

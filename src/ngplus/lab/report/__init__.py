@@ -33,7 +33,7 @@ def report(
     as_json: Annotated[Path | None, typer.Option("--json", help="Write all runs into one file as well.")] = None,
     summary: Annotated[
         Path | None,
-        typer.Option(help="A page of Markdown: where NG+ wins, ties and loses; its pictures and runs go beside it."),
+        typer.Option(help="A page of Markdown: where NGAdam wins, ties and loses; its pictures and runs go beside it."),
     ] = None,
     timed: Annotated[
         list[Path] | None, typer.Option(help="Runs made with nothing else running: the summary's times come from them.")

@@ -1,4 +1,4 @@
-"""The results as a page of Markdown: where NG+ wins, ties and loses, worked out from the runs and never by hand."""
+"""The results as a page of Markdown: where NGAdam wins, ties and loses, worked out from the runs and never by hand."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ OURS = "ngadam"
 TIE = 0.05  # the part by which two means may differ and still be called a tie
 
 RULE = f"""\
-NG+ is `{OURS}`, with its defaults and a tuned learning rate. It is compared with the best rival of each workload: the
-one that gets to the target with most of its seeds, and among those in the fewest steps (or in the least time, where
-that is the question). NG+ **wins** or **loses** where it gets there with more or fewer of its seeds, or, with as many,
-by the mean. A difference of at most {100 * TIE:.0f} %, or in steps of one look at the validation set, is a **tie**."""
+NGAdam is `{OURS}`, with its defaults and a tuned learning rate. It is compared with the best rival of each workload:
+the one that gets to the target with most of its seeds, and among those in the fewest steps (or in the least time, where
+that is the question). NGAdam **wins** or **loses** where it gets there with more or fewer of its seeds, or, with as
+many, by the mean. A difference of at most {100 * TIE:.0f} %, or in steps of one look at the validation set, is a
+**tie**."""
 
 
 def markdown(
@@ -29,7 +30,7 @@ def markdown(
         f"<!-- made by: {command} -->",
         f"This page is made from runs, by `{command}`.",
         _conditions(sections),
-        "## Where NG+ wins, ties and loses",
+        "## Where NGAdam wins, ties and loses",
         RULE,
         "### Steps to the target",
         *_verdicts(sections, "steps"),
@@ -98,7 +99,7 @@ def _verdicts(sections: Sequence[Section], kind: str) -> list[str]:
     lines = []
     for section in sections:
         ours = next((row for row in rows(section.runs) if row.optimizer == OURS), None)
-        rivals = [row for row in rows(section.runs) if not row.optimizer.startswith(OURS)]
+        rivals = [row for row in rows(section.runs) if row.optimizer not in (OURS, "ngplus")]
         if ours is None or not rivals:
             continue
         best = min(rivals, key=lambda row: _standing(row, kind))
@@ -110,16 +111,16 @@ def _verdicts(sections: Sequence[Section], kind: str) -> list[str]:
         ratio = f"{mine / theirs:.2f}" if mine and theirs else "–"
         lines.append((_name(section), _shown(ours, kind), f"{best.optimizer}, {_shown(best, kind)}", ratio, word))
     if not lines:
-        return ["There is nothing to compare: no workload has both NG+ and a rival."]
+        return ["There is nothing to compare: no workload has both NGAdam and a rival."]
     uneven = [_name(section) for section in sections if differing(section.runs)]
     said = {"neither gets there": "Neither gets there"}
     sentence = ". ".join(
-        f"{said.get(word, f'NG+ {word}')} on {_listed(names, 'none')}" for word, names in found.items()
+        f"{said.get(word, f'NGAdam {word}')} on {_listed(names, 'none')}" for word, names in found.items()
     )
     return [
         f"{sentence}.",
         *_means(ratios, kind),
-        _table(("workload", "NG+", "best rival", "NG+ / rival", "verdict"), lines),
+        _table(("workload", "NGAdam", "best rival", "NGAdam / rival", "verdict"), lines),
         f"Not made under the same conditions, as the captions below say: {_listed(uneven)}." if uneven else "",
     ]
 
@@ -129,7 +130,7 @@ def _means(ratios: Mapping[str, float], kind: str) -> list[str]:
         return []
     worst = max(ratios, key=lambda name: ratios[name])
     return [
-        f"Over the {len(ratios)} workloads where both get there, NG+ takes "
+        f"Over the {len(ratios)} workloads where both get there, NGAdam takes "
         f"{statistics.geometric_mean(ratios.values()):.2f} of the best rival's {kind} in the geometric mean, and "
         f"{ratios[worst]:.2f} at worst ({worst})."
     ]
