@@ -96,8 +96,6 @@ def error_inputs(own: dict[str, Any], bad_numbers: dict[str, Any]) -> list[Error
     found = []
     for case in get_error_inputs_for_all_optims("cpu", torch.float32):
         case.optimizer_error_input.kwargs.update(own)
-        if issubclass(case.error_type, UserWarning):  # a parameter given twice: torch warns, these refuse
-            case.error_type, case.error_regex = ValueError, "given twice"
         found.append(case)
     for name, values in bad_numbers.items():
         found += [wrong("learning rate" if name == "lr" else name, **{**own, name: value}) for value in values]
@@ -138,7 +136,6 @@ def ngplus_error_inputs(device: Any, dtype: Any) -> list[ErrorOptimizerInput]:
         wrong("nesterov", nesterov=True, momentum=0.0, **batch),
         wrong("solver='sketched'", solver="sketched", **batch),
         wrong("damping", solver="woodbury", damping=0.0, model=nn.Linear(1, 1)),
-        *(wrong("model=", curvature=curvature) for curvature in ("sample", "momentum")),
     ]
 
 

@@ -22,6 +22,8 @@ class HasGroups(Protocol):
 
 def _initial(group: dict[str, Any]) -> float:
     """The damping that a group began with; a group added later begins when the schedule first sees it."""
+    if "damping" not in group:
+        raise ValueError("The optimizer has no damping to schedule: damping schedules are for NGPlus, KFAC and SENG")
     if "initial_damping" not in group:
         if isinstance(group["damping"], str):
             raise ValueError(

@@ -112,9 +112,9 @@ class NoPartition(BlockPartition):
 
 @dataclass(frozen=True)
 class TwoSidedPartition(BlockPartition):
-    """Both sides of a matrix curved (``side="both"``): for d and for the other dimension, each whole or in blocks.
+    """Both sides of a matrix curved (NGAdam): for d and for the other dimension, each whole or in blocks.
 
-    The gradient stays one stack; only what is made of the sides, their products and bases, comes in those of each.
+    The gradient stays one stack; only what is made of the sides, their products and roots, comes in those of each.
     """
 
     other: int = 0

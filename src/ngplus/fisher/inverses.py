@@ -21,10 +21,6 @@ from ngplus.utils.finite import RefreshStatus
 # Damping grows by this factor, this often, before a matrix that will not factorise is handed to float64.
 GROWTH, RETRIES = 10.0, 4
 
-# Eigenbases: the tilt over the mean eigenvalue, and the rows up to which float64 is used.
-TILT = {torch.float32: 1e-2, torch.float64: torch.finfo(torch.float64).eps ** 0.5}
-SMALL = 128
-
 
 class Product:
     """A direction that is still to be worked out: P / lambda + sum_k A_k B_k, [groups, m, n]; without P, the sum alone.

@@ -49,7 +49,7 @@ def gfim_sum(
     chunk_bytes: int = CHUNK_BYTES,
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """sum_i G_i G_i^T (left) or sum_i G_i^T G_i (right) over the samples, as the stacks of ``cut``.
+    """sum_i G_i G_i^T (left) or sum_i G_i^T G_i (right) over the samples, as the stacks of ``partition``.
 
     ``samples`` picks a sub-sample by index; ``sketch`` makes the sketch of the other dimension, or None for it.
     """
@@ -119,7 +119,7 @@ def gfim_root(
     samples: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """U with U U^T = sum_i G_i G_i^T (left) or sum_i G_i^T G_i (right), [blocks, p, r] for each stack of ``cut``."""
+    """U with U U^T = sum_i G_i G_i^T (left) or sum_i G_i^T G_i (right), [blocks, p, r] for each stack."""
     return partition.split(factors.root(side, slice(None) if samples is None else samples, dtype))
 
 

@@ -80,7 +80,7 @@ class BaseOptimizer(MatrixOptimizer):
     def _refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
         """New curvature in the state, in new tensors; without ``gathered``, from the mini-batch gradient.
 
-        Curvature that is not finite is noted in ``trouble`` as "dropped". Where the host can see that, the state stays
+        Curvature that is not finite is noted in ``status`` as "dropped". Where the host can see that, the state stays
         as it is; elsewhere zeros stand in for it, and the frame keeps the last good state.
         """
         raise NotImplementedError

@@ -158,10 +158,7 @@ class MatrixOptimizer(Optimizer):
             merged = {**self.defaults, **param_group}
             self._check(merged)
             if self._captures(merged) and self._model is None:
-                raise ValueError(
-                    f"{type(self).__name__} takes its curvature from the samples that the model sees: give the module "
-                    "in place of its parameters, or as model= (NGPlus with curvature='batch' needs none)"
-                )
+                param_group = self._without_model(param_group)
             param_group = with_names(param_group, self.param_groups, self._model)
         super().add_param_group(param_group)
         added = self.param_groups[-1]
@@ -172,6 +169,13 @@ class MatrixOptimizer(Optimizer):
             raise
         if self._matrices:
             self._watch()
+
+    def _without_model(self, param_group: dict[str, Any]) -> dict[str, Any]:
+        """A group whose curvature would come from samples, without the module that sees them."""
+        raise ValueError(
+            f"{type(self).__name__} takes its curvature from the samples that the model sees: give the module in place "
+            "of its parameters, or as model="
+        )
 
     def _find_replicas(self) -> None:
         """The team of the plain parameters; the model may be put into a DistributedDataParallel after the optimizer."""
@@ -228,9 +232,10 @@ class MatrixOptimizer(Optimizer):
         """Is there curvature that fits? Where it is with its owner alone, all ranks go by what they have noted."""
         # .get: a look must not make an entry, since an optimizer with no state is one that has not been initialised
         held, distributor = self.state.get(matrix.params[0], {}), self._distributor(matrix)
-        if distributor is not None and distributor.is_remote(matrix):
-            return bool(held.get("refreshed") == self._measures(matrix))
-        return self._fits(matrix, self._group(matrix), held)
+        if held.get("refreshed") != self._measures(matrix):
+            return False
+        remote = distributor is not None and distributor.is_remote(matrix)
+        return remote or self._fits(matrix, self._group(matrix), held)
 
     def _measures(self, matrix: ParameterMatrix) -> int:
         """What the curvature was last made for, as a number: torch's load_state_dict does not take strings."""
@@ -296,6 +301,11 @@ class MatrixOptimizer(Optimizer):
                 group.pop(key, None)
         self._of_param.update({param: group for group in self.param_groups for param in group["params"]})
         self._of_matrix = {id(matrix): self._of_param[matrix.params[0]] for matrix in self._matrices}
+        if any(group.get("state_version", 0) < checkpoints.VERSION for group in seen[-1]["param_groups"]):
+            for matrix in self._matrices:  # older layouts have another number for what a refresh was made for
+                held = self.state.get(matrix.params[0], {})
+                if "refreshed" in held and self._fits(matrix, self._group(matrix), held):
+                    held["refreshed"] = self._measures(matrix)
         for distributor in self._distributors:
             for matrix in filter(distributor.owns, distributor.matrices):
                 held = self.state.get(matrix.params[0], {})

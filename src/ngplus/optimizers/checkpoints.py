@@ -63,7 +63,8 @@ def check(
                 f"The state_dict has layout {version!r}, and this ngplus reads layouts 0 to {VERSION}: "
                 "load it with the version of ngplus that has written it, or a newer one"
             )
-        for key in ("scaling", "damping_mode", "decoupled_weight_decay", "early_refreshes"):
+        needed_by_graft = ("beta2", "eps") if group.get("graft") == "adam" else ()
+        for key in ("scaling", "damping_mode", "decoupled_weight_decay", "early_refreshes", *needed_by_graft):
             if version < VERSION and group.get(key, REMOVED[key]) != REMOVED[key]:
                 raise ValueError(
                     f"The state_dict has {key}={group[key]!r}, which this version of ngplus does not have: go on with "
@@ -82,8 +83,8 @@ def check(
 
 def renewed(group: Mapping[str, Any]) -> dict[str, Any]:
     """A saved group's options in today's words, with the meaning that they had."""
-    if group.get("state_version", 0) == VERSION:
-        return dict(group)
+    if group.get("state_version", 0) == VERSION or "betas" in group:  # NGAdam has not changed
+        return {**group, "state_version": VERSION}
     old = {key: value for key, value in group.items() if key not in REMOVED}
     if old.get("side") == "auto":
         old["side"] = "smaller"

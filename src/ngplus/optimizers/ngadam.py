@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import ceil
 from typing import Any
 
 import torch
@@ -159,6 +160,7 @@ class NGAdam(BaseOptimizer):
         self._preconditioner(update.matrix, update.group, state).update(gradient)
 
     def _refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
+        status.climb = True  # an eigendecomposition that fails tells the host
         self._preconditioner(update.matrix, update.group, update.state).refresh(status)
 
     def _direction(self, update: MatrixUpdate) -> Direction:
@@ -237,7 +239,8 @@ def _row(
     both = len(sides) == 2
     bytes_each = torch.finfo(matrix.dtype).bits // 8
     moments = 0 if matrix.sparse else groups * m * n * (1 if sides else 2)
-    elements = moments + 2 * sum(own.elements for own in sides)
+    padded = sum(groups * ceil(own.d / own.size) * own.size**2 for own in sides)  # the last block is filled up
+    elements = moments + 2 * padded
     products = sum(2 * own.elements * (rows * n // own.d) for own in sides)
     return PlanRow(
         name=matrix.name,

@@ -24,6 +24,7 @@ from ngplus.preconditioners import sharing
 from ngplus.preconditioners.curvature import Curvature, CurvatureEstimate, Solved
 from ngplus.utils.finite import RefreshStatus
 from ngplus.utils.typing import Group, State
+from ngplus.utils.warnings import warn
 
 
 class NGPlus(BaseOptimizer):
@@ -97,6 +98,8 @@ class NGPlus(BaseOptimizer):
             (default: ``"communication"``).
     """
 
+    _hinted = False  # that the module would give curvature from samples
+
     def __init__(
         self,
         params: nn.Module | ParamsT,
@@ -149,6 +152,16 @@ class NGPlus(BaseOptimizer):
 
     def _captures(self, group: Mapping[str, Any]) -> bool:
         return bool(group["curvature"] != "batch")
+
+    def _without_model(self, param_group: dict[str, Any]) -> dict[str, Any]:
+        if not self._hinted:
+            self._hinted = True
+            warn(
+                "NGPlus was given parameters without their module: their curvature comes from the gradients of "
+                "mini-batches, as with curvature='batch'. Give the module in place of its parameters, or as model=, "
+                "for that of samples"
+            )
+        return {**param_group, "curvature": "batch"}
 
     def _bound(self, uses: list[Use]) -> None:
         self._held: dict[int, CurvatureEstimate] = {}  # L of this step's refresh, for curvature() until the next step

@@ -56,9 +56,6 @@ def check_parameters(group: Mapping[str, Any]) -> None:
     """ValueError, with the name, for the first parameter that cannot be taken."""
     params = group["params"]
     names = group.get("param_names") or [f"number {i}" for i in range(len(params))]
-    if len(set(params)) != len(params):
-        twice = next(i for i, p in enumerate(params) if any(p is q for q in params[:i]))
-        raise ValueError(f"A parameter is given twice in one parameter group: {names[twice]}. Leave one of them out")
     for name, param in zip(names, params, strict=True):
         if getattr(param, "_is_flat_param", False):
             raise ValueError(f"Parameter {name} is a flat one of FSDP1; NG+ needs matrices: shard with fully_shard")

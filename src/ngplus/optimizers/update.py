@@ -43,7 +43,7 @@ def update_parameters(
         lr = lr.reshape(())
     elif torch.compiler.is_compiling():  # a number becomes a constant of the graph, and a schedule recompiles it
         lr = torch.zeros(()) + lr
-    params = [param for param in group["params"] if param in directions]
+    params = [param for param in dict.fromkeys(group["params"]) if param in directions]  # torch allows duplicates
     if not params:
         return params, torch.zeros(0, dtype=torch.bool)
     steps = rule(group, params, [directions[param] for param in params], states)

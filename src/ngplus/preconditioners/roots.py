@@ -26,6 +26,7 @@ References:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
@@ -126,15 +127,9 @@ class RootsPreconditioner:
 
     def fits(self, groups: int, m: int, n: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Is there a state of this shape and precision?"""
-        root, momentum = self.state.get("right_root"), self.state.get("exp_avg")
-        return (
-            root is not None
-            and momentum is not None
-            and momentum.shape == (groups, m, n)
-            and root.shape == (groups * ceil(n / self.cols), self.cols, self.cols)
-            and self.state["left"].shape[-1] == self.rows
-            and (root.dtype, root.device) == (momentum.dtype, momentum.device) == (dtype, device)
-        )
+        left, right = ((groups * ceil(length / size), size, size) for length, size in ((m, self.rows), (n, self.cols)))
+        shapes = {"exp_avg": (groups, m, n), "left": left, "left_root": left, "right": right, "right_root": right}
+        return _has(self.state, shapes, dtype, device)
 
 
 @dataclass(frozen=True)
@@ -170,14 +165,8 @@ class RowsPreconditioner:
         self.state["right"] = gradient.new_zeros(ceil(gradient.shape[-1] / self.cols), self.cols, self.cols)
 
     def fits(self, groups: int, m: int, n: int, dtype: torch.dtype, device: torch.device) -> bool:
-        root = self.state.get("right_root")
         shape = (ceil(n / self.cols), self.cols, self.cols)
-        return (
-            root is not None
-            and "exp_avg" not in self.state
-            and root.shape == shape
-            and (root.dtype, root.device) == (dtype, device)
-        )
+        return "exp_avg" not in self.state and _has(self.state, {"right": shape, "right_root": shape}, dtype, device)
 
 
 @dataclass(frozen=True)
@@ -207,16 +196,26 @@ class AdamPreconditioner:
         self.state.update(step=0, exp_avg=torch.zeros_like(gradient), exp_avg_sq=torch.zeros_like(gradient))
 
     def fits(self, groups: int, m: int, n: int, dtype: torch.dtype, device: torch.device) -> bool:
-        found = [self.state.get(key) for key in ("exp_avg", "exp_avg_sq")]
-        return all(
-            x is not None and x.shape == (groups, m, n) and (x.dtype, x.device) == (dtype, device) for x in found
-        )
+        return _has(self.state, {"exp_avg": (groups, m, n), "exp_avg_sq": (groups, m, n)}, dtype, device)
 
 
 def clip(direction: Tensor, root_of_count: float) -> Tensor:
     """In place: a root mean square of ``MAX_RMS`` at most, of each group."""
     rms = torch.linalg.vector_norm(direction, dim=(-2, -1), keepdim=True) / root_of_count
     return direction.div_((rms / MAX_RMS).clamp_min_(1.0))
+
+
+def _has(state: State, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> bool:
+    """Are these tensors there, and the number of steps?"""
+    step = state.get("step")
+    return (
+        isinstance(step, int)
+        and step >= 0
+        and all(
+            key in state and state[key].shape == shape and (state[key].dtype, state[key].device) == (dtype, device)
+            for key, shape in shapes.items()
+        )
+    )
 
 
 def _root(x: Tensor, damping: Tensor, status: RefreshStatus) -> Tensor:
