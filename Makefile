@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo comparison test lint types format docs pictures interface dist install clean
+.PHONY: help demo test lint types format docs pictures interface dist install clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -16,10 +16,6 @@ help: ## show this list
 demo: $(VENV)/.lab ## set up, then compare NG+ with its rivals on scikit-learn's digits
 	$(BIN)/ngplus compare digits
 	$(BIN)/ngplus report runs/digits-small --out runs/digits.html
-
-comparison: demo ## the picture of the README, from make demo's runs but the paper's form (let nothing else run)
-	$(BIN)/ngplus report $$(ls -d runs/digits-small/*-seed* | grep -v ngplus-paper) --out runs/comparison.html --brief
-	cp runs/comparison.png runs/comparison-dark.png docs/pictures/
 
 test: lint types ## set up, then run all checks: ruff, import-linter, mypy, the full test suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -177,32 +177,6 @@ def table(text: str, corner: str) -> dict[str, dict[str, str]]:
     return found
 
 
-def test_the_readme_has_the_numbers_of_the_results() -> None:
-    """NG+ and the best rival of each task, by steps and by seconds, and who wins in time."""
-    shown = table((ROOT / "README.md").read_text(), "task, model: target")
-    text = (ROOT / "docs" / "results.md").read_text()
-    _, steps_text, times_text = re.split(r"^### (?:Steps|Time) to the target$", text, flags=re.M)
-    steps, times = table(steps_text, "workload"), table(times_text, "workload")
-    assert {label.partition(",")[0] for label in shown} == set(steps) == set(times)
-    for label, row in shown.items():
-        workload = label.partition(",")[0]
-        by_steps, by_time = (list(row.values())[i : i + 2] for i in (0, 2))
-        for cells, found in ((by_steps, steps[workload]), (by_time, times[workload])):
-            wanted = [found["NG+"], found["best rival"].replace(",", "")]
-            wanted = [re.sub(r" s\b", "", cell) for cell in wanted]
-            assert [cell.lower() for cell in cells] == wanted, f"{label}: {cells} in README.md, {wanted} in results.md"
-        assert list(row.values())[4] == times[workload]["verdict"], label
-    means = re.findall(r"takes ([\d.]+) of the best rival's (steps|time) in the geometric mean", text)
-    said = " ".join((ROOT / "README.md").read_text().split())
-    assert f"takes {means[0][0]} of the best rival's steps and {means[1][0]} of its time" in said
-    rows = table((ROOT / "docs" / "comparison.md").read_text(), "")
-    for (mean, what), found in zip(means, (steps, times), strict=True):
-        verdicts = [row["verdict"] for row in found.values()]
-        counts = [str(verdicts.count(verdict)) for verdict in ("wins", "ties", "loses")]
-        *numbers, last = [cell.split()[0] for cell in rows[f"{what} to the target"].values()]
-        assert [*numbers, last] == [*counts, mean], f"docs/comparison.md, {what}: {numbers}, {counts} in results.md"
-
-
 @pytest.mark.parametrize(("page", "corner"), [("README.md", "ResNet-50, batch 32"), ("docs/comparison.md", "step")])
 def test_pages_have_the_costs_of_the_benchmark(page: str, corner: str) -> None:
     """A training step by SGD's and the state by the gradients, of each method, as rounded."""

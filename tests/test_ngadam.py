@@ -268,3 +268,12 @@ def test_a_layer_without_gradients_in_float32() -> None:
         assert (model.weight - before).abs().max() <= 5e-3 * 0.3 * 24**0.5
     assert optimizer.health().good
     assert model.weight.isfinite().all()
+
+
+def test_on_many_ranks_all_make_the_roots_unless_owners_keep_them() -> None:
+    plan = ngplus.NGAdam(wide()).plan()
+    loads = {kind: plan.on_ranks(4, kind) for kind in ("communication", "memory")}
+    assert loads["communication"].refresh_flops == plan.refresh_flops
+    assert loads["memory"].refresh_flops < plan.refresh_flops
+    assert loads["communication"].step_bytes == 0
+    assert loads["memory"].state_bytes < loads["communication"].state_bytes == plan.state_bytes

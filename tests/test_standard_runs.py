@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 from pathlib import Path
 from types import ModuleType
@@ -75,3 +76,12 @@ def test_tables_compare_with_the_baseline(tool: ModuleType) -> None:
     assert "| adamw | 1.000 | 1.000 |" in text
     assert "| muon | 0.750 | 0.750 |" in text  # from 3 to 1 in the second half: at 2 after 150 of 200 steps
     assert "| adamw | not reached | inf |" in text
+
+
+def test_the_page_has_the_tables_of_its_runs(tool: ModuleType) -> None:
+    """docs/decision.md against docs/results/standard.jsonl."""
+    page = (ROOT / "docs" / "decision.md").read_text()
+    rows = [json.loads(line) for line in (ROOT / "docs" / "results" / "standard.jsonl").read_text().splitlines()]
+    lines = [line for text in tool.tables(rows) for line in text.splitlines() if line.startswith("| ")]
+    assert len(lines) > 12
+    assert [line for line in lines if line not in page] == []

@@ -55,6 +55,7 @@ def load_of(rows: Sequence[PlanRow], ranks: int, distribution: str) -> Load:
     sharded = distribution == "sharded"
     # Where rows are sparse, every rank applies the inverse to those that it has touched.
     away = [distribution != "communication" and not row.sparse for row in rows]
+    by_all = {row.name for row, gone in zip(rows, away, strict=True) if row.solver == "root" and not gone}  # NGAdam's
     owners = assign([_cost_of(row, gone) for row, gone in zip(rows, away, strict=True)], ranks)
 
     def total(cost: Callable[[PlanRow], int], gone: bool) -> int:
@@ -86,7 +87,8 @@ def load_of(rows: Sequence[PlanRow], ranks: int, distribution: str) -> Load:
         sum_bytes=sum(2 * row.wire_bytes for row in rows),
         step_flops=held(lambda row: row.step_flops),
         refresh_flops=sum(row.refresh_flops - row.inverse_flops for row in rows)
-        + busiest(lambda row: row.inverse_flops, gone=None),
+        + sum(row.inverse_flops for row in rows if row.name in by_all)
+        + busiest(lambda row: 0 if row.name in by_all else row.inverse_flops, gone=None),
         step_bytes=directions,
         refresh_bytes=sum(row.wire_bytes for row in rows) + total(lambda row: row.wire_bytes, gone=False),
     )

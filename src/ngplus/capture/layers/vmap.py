@@ -34,7 +34,7 @@ class UnknownModuleRule(LayerRule):
         ...         self.weight = nn.Parameter(torch.ones(3))
         ...     def forward(self, x):
         ...         return x * self.weight
-        >>> ngplus.NGPlus(Scale(), side="both").plan()["weight"].source
+        >>> ngplus.NGPlus(Scale()).plan()["weight"].source
         'vmap'
     """
 
