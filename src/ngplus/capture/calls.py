@@ -13,7 +13,7 @@ from ngplus.capture.layers import Batch
 from ngplus.capture.layers.base import NotPerSample, has_own_forward
 from ngplus.capture.matrices import ParameterMatrix, Use
 from ngplus.capture.samples import Ragged, ragged_rows
-from ngplus.fisher.factors import Factors, Segments, Summed, widen
+from ngplus.fisher.factors import Factors, Segments, widen
 from ngplus.utils.dtensor import local, many_ranks, whole
 
 Build = Callable[[tuple[Tensor | None, ...], Tensor, tuple[bool, ...], Batch], Factors]
@@ -66,11 +66,9 @@ class PendingGradient:
         held: Any,
         shape: torch.Size,
         dim: int | None,
-        summed: Summed | None = None,
     ) -> None:
         self.use, self.call, self.build, self.held, self.shape, self.dim = use, call, build, held, shape, dim
         self.grad: Tensor | None = None
-        self.summed = summed
 
     def forget(self) -> None:
         """Its gradient is thrown away, and may come again, since its graph was retained."""
@@ -117,7 +115,6 @@ class PendingGradient:
             raise NotPerSample(
                 f"its module has a forward of its own, which no rule fits: {_first_line(error)}"
             ) from error
-        built.summed = self.summed
         return widen(built, self.use.columns, matrix.layout.cols)
 
 

@@ -14,7 +14,7 @@ from ngplus.capture.calls import Build
 from ngplus.capture.layers import Batch, Watcher
 from ngplus.capture.layers.embedding import ForAllSamples
 from ngplus.capture.matrices import Use
-from ngplus.fisher.factors import Factors, Summed
+from ngplus.fisher.factors import Factors
 
 if TYPE_CHECKING:
     from ngplus.capture.recorder import Recorder
@@ -87,11 +87,6 @@ class ModuleWatcher(Watcher):
                 parameters.give_up("its module takes or gives a sparse or nested tensor")
                 return None
             adapted = rule.adapt(module, inputs, output, capture.batch(use))
-            summed = None
-            if parameters.known and use.active[0] and not parameters.managed:
-                summed, before = Summed(), adapted
-                adapted = rule.with_shared_gradient(module, inputs, before, summed)
-                summed = None if adapted is before else summed
 
             def build(
                 saved: tuple[Tensor | None, ...], grad: Tensor, active: tuple[bool, ...], batch: Batch
@@ -102,7 +97,7 @@ class ModuleWatcher(Watcher):
             if isinstance(adapted, ForAllSamples):  # of a lookup without a batch dimension
                 reason = "its output, the same for all samples, is used in other ways than to be added"
                 watched, adapted.on_other_use = adapted.by_sample, partial(parameters.give_up, reason)
-            capture.record(use, watched, rule.kept(module, inputs, adapted), build, summed)
+            capture.record(use, watched, rule.kept(module, inputs, adapted), build)
             return None if adapted is output else adapted
 
         return Hook(self._capture, after)

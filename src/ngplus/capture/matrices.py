@@ -33,9 +33,6 @@ class ParameterMatrix:
         self.armed = False
         self.checked = False  # that the captured parts add up to the gradient
         self.own_forward = False  # some module does with it what no rule has foreseen: that is looked at each time
-        self.known = (
-            False  # it has had a refresh, in this process or in that of its checkpoint, which has looked at that
-        )
         self.seen: tuple[int, int] | None = None  # samples and positions of the last refresh
         self.form: str | None = None  # and the form of product that it took
         self.reason = ""  # why the source is the mini-batch

@@ -40,7 +40,7 @@ from ngplus.capture.hooks import Hook, ModuleWatcher, lie_plainly
 from ngplus.capture.layers import Batch
 from ngplus.capture.layers.base import NotPerSample, no_mixed_precision
 from ngplus.capture.matrices import ParameterMatrix, Use
-from ngplus.fisher.factors import Factors, Summed, join
+from ngplus.fisher.factors import Factors, join
 from ngplus.utils.compiled import CompiledCalls, uncompiled
 
 Sink = Callable[[ParameterMatrix, Factors], None]
@@ -278,9 +278,8 @@ class Recorder:
         output: Tensor,
         inputs: tuple[Tensor | None, ...],
         build: Build,
-        summed: Summed | None = None,
     ) -> None:
-        """Waits for the gradient of ``output`` to build the factors of this use; ``summed`` is for their sum."""
+        """Waits for the gradient of ``output`` to build the factors of this use."""
         if not output.requires_grad or not any(use.active):
             return
         matrix = use.matrix
@@ -298,7 +297,7 @@ class Recorder:
             elif call.waiting[id(matrix)]:
                 return  # checkpointing without reentry runs the forward again; the first run waits already
         call.waiting[id(matrix)] += 1
-        slot = PendingGradient(use, call, build, held, output.shape, self._dims.get(use.module, 0), summed)
+        slot = PendingGradient(use, call, build, held, output.shape, self._dims.get(use.module, 0))
         this = weakref.ref(self)
 
         def arrive(grad: Tensor) -> None:
@@ -322,17 +321,12 @@ class Recorder:
         grad = grad.detach()
         call.retained = call.retained or torch._C._autograd._get_current_graph_task_keep_graph()
         if call.retained:
-            slot.summed = None  # what is made of it at the step, nobody waits for
             if slot.grad is None:
                 self._kept.append(slot)
             slot.grad = grad if slot.grad is None else slot.grad + grad
             return
         slot.grad = grad
         last = not any(other.unfinished(matrix) for other in self._calls)
-        if slot.summed is not None and last:  # the layer's own node is next
-            slot.summed.source = Summed.mark(grad)
-        else:
-            slot.summed = None
         self._make_ready(slot)
         if last:
             self._flush(matrix)

@@ -61,35 +61,12 @@ def gfim_sum(
     elif form not in factors.costs(side, other, partition.size):
         raise ValueError(f"The form {form!r} does not apply to {type(factors).__name__} on the {side} side")
     total: list[Tensor] = []
-    summed = _Sum(factors, side, samples) if form == "explicit" and omega is None else None
     for piece in _pieces(factors, factors.memory(side, form, other), samples, chunk_bytes, dtype):
         y, z = factors.pair(side, form, piece, omega, dtype)
         _add_products(total, partition.split(y.mT), partition.split(z.mT))
-        if summed is not None:
-            summed.add(y)
     for acc in total:
         _mirror(acc)
     return total
-
-
-class _Sum:
-    """sum_i G_i, [groups, m, n], of gradients that are written out piece by piece, for a layer that can do with it."""
-
-    def __init__(self, factors: Factors, side: str, samples: Tensor | None) -> None:
-        wanted = factors.summed
-        self._for = wanted if samples is None and wanted is not None and wanted.total is None else None
-        self._other, self._left = factors.curved_and_other(side)[1], side == "left"
-
-    def add(self, tall: Tensor) -> None:
-        """The next piece, [groups, samples * D, d]."""
-        if self._for is None:
-            return
-        if tall.stride(-1) == 1:
-            part = tall.unflatten(1, (-1, self._other)).sum(1)
-        else:  # laid out in rows of D
-            part = tall.mT.unflatten(2, (-1, self._other)).sum(2).mT
-        part = part.mT if self._left else part
-        self._for.total = part if self._for.total is None else self._for.total + part
 
 
 def _pieces(

@@ -93,10 +93,6 @@ class MatrixOptimizer(Optimizer):
         """Does this group's curvature come from captured factors?"""
         return True
 
-    def _sums(self, group: Mapping[str, Any]) -> bool:
-        """Does a refresh write out the G_i of all samples, so that their sum is the gradient?"""
-        return False
-
     def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
         """Is there curvature, of the size and precision that the matrix has at present?"""
         raise NotImplementedError
@@ -247,7 +243,6 @@ class MatrixOptimizer(Optimizer):
         self._armed_by = self._arming_options()
         for matrix in self._matrices:
             matrix.armed = self._captures(self._group(matrix)) and matrix.source != "batch" and self._due(matrix)
-            matrix.known = self._sums(self._group(matrix)) and "refreshed" in self.state.get(matrix.params[0], {})
         if self._collector is not None:
             self._collector.note_armed()
 

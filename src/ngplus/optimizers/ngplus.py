@@ -174,9 +174,6 @@ class NGPlus(BaseOptimizer):
             estimate = curvatures.mini_batch(update.matrix, update.gradient, update.group, seed_of(update.group))
             curvatures.online(update.state, estimate, update.group)
 
-    def _sums(self, group: Mapping[str, Any]) -> bool:
-        return group["samples"] is None and group["sketch"] is None
-
     def _refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
         """L or R, and its inverse."""
         estimate = self._fresh(update, gathered, status)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ngplus.capture.layers.layout import MatrixSpec
 from ngplus.capture.samples import Batch
-from ngplus.fisher.factors import Factors, Summed
+from ngplus.fisher.factors import Factors
 
 Inputs = tuple[Tensor | None, ...]  # the tensors of a call that a rule needs; those that are not given are None
 Active = tuple[bool, ...]  # for each name of a matrix's spec: is that parameter trained?
@@ -77,11 +77,6 @@ class LayerRule:
     def kept(self, module: nn.Module, inputs: Inputs, output: Tensor) -> Inputs:
         """The inputs, and whatever of the module's own work ``factors`` need not do again."""
         return inputs
-
-    def with_shared_gradient(self, module: nn.Module, inputs: Inputs, output: Tensor, summed: Summed) -> Tensor:
-        """May replace the output by one whose backward pass takes the weight's gradient from ``summed``, where a
-        refresh has left the sum of the G_i there: then it is not made twice."""
-        return output
 
     def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         """The factors of G_i from the saved inputs and the gradient of the output.

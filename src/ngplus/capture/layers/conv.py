@@ -9,13 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from ngplus.capture.layers.base import Active, Inputs, LayerRule, is_made_by, register_layer
+from ngplus.capture.layers.base import Active, Inputs, LayerRule, register_layer
 from ngplus.capture.layers.layout import MatrixSpec
 from ngplus.capture.samples import Batch
-from ngplus.fisher.factors import Factors, Outer, Summed
+from ngplus.fisher.factors import Factors, Outer
 
 FEW_CHANNELS = 8  # below this, unfolding is cheaper than a product for each place of the kernel
 # Multiplications a sample from which torch's own convolutions, a call for each sample, are faster than either:
@@ -229,54 +228,6 @@ def conv_factors(patches: Patches | None, grad: Tensor, active: Active, groups: 
     return Outer(left, left[..., :0], ones=bias)
 
 
-class SharedGradient(torch.autograd.Function):
-    """A convolution that has been made already, with a backward pass of its own: where ``summed`` has the sum of the
-    G_i by then, that is the weight's gradient; else it is made as always."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, output: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, module: _ConvNd, summed: Summed
-    ) -> Tensor:
-        ctx.for_x = x.requires_grad
-        ctx.save_for_backward(x, weight if ctx.for_x else None)  # as torch does
-        ctx.weight = None if ctx.for_x else weight.detach()  # only its shape matters then
-        ctx.mark_dirty(output)  # it is given back as it is: an activation may work on it in place
-        ctx.summed, ctx.bias_sizes = summed, None if bias is None else list(bias.shape)
-        ctx.geometry = (module.stride, module.padding, module.dilation, False, module.output_padding, module.groups)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        weight = weight if ctx.for_x else ctx.weight
-        _, for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
-        # A gradient that is itself to be differentiated has to come from torch's own products.
-        total = ctx.summed.take(grads[0]) if not torch.is_grad_enabled() else None
-        mask = [for_x, for_weight and total is None, for_bias]
-        own: Any = (None, None, None)
-        if any(mask):
-            own = torch.ops.aten.convolution_backward(grads[0], x, weight, ctx.bias_sizes, *ctx.geometry, mask)
-        if total is not None:  # the bias, if any, is the last column
-            columns = weight.numel() // (total.shape[0] * total.shape[1])
-            own = (own[0], total[..., :columns].reshape(weight.shape).to(weight.dtype), own[2])
-        return None, *own, None, None
-
-
-def _is_plain(module: _ConvNd, x: Tensor, output: Tensor) -> bool:
-    """Is the output that of this convolution of x and nothing else, in float32, and does nobody wait for it yet?"""
-    if type(module) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d) or "forward" in module.__dict__:
-        return False
-    if module.padding_mode != "zeros" or isinstance(module.padding, str) or x.dim() != len(module.kernel_size) + 2:
-        return False
-    if any(type(t) not in (Tensor, nn.Parameter) or t.dtype != torch.float32 for t in (x, module.weight, output)):
-        return False
-    if torch.is_autocast_enabled(x.device.type) or output._backward_hooks or output.retains_grad:
-        return False
-    if forward_ad._current_level >= 0:  # a derivative that runs along, of which the shared node knows nothing
-        return False
-    return is_made_by("ConvolutionBackward0", output, x, (module.weight, module.bias))
-
-
 def _batched(x: Tensor, spatial: int) -> Tensor:
     return x if x.dim() == spatial + 2 else x[None]
 
@@ -296,13 +247,6 @@ class ConvRule(LayerRule):
     def matrices(self, module: nn.Module) -> list[MatrixSpec]:
         assert isinstance(module, _ConvNd)
         return [MatrixSpec(("weight", "bias"), ("rows", "column"), module.groups)]
-
-    def with_shared_gradient(self, module: nn.Module, inputs: Inputs, output: Tensor, summed: Summed) -> Tensor:
-        assert isinstance(module, _ConvNd)
-        (x,) = inputs
-        if x is None or not torch.is_grad_enabled() or not _is_plain(module, x, output):
-            return output
-        return SharedGradient.apply(output.detach(), x, module.weight, module.bias, module, summed)  # type: ignore[no-untyped-call]
 
     def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         assert isinstance(module, _ConvNd)

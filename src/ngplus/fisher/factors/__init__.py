@@ -16,13 +16,13 @@ Joined     the sum of several of the above, same samples        tied weights, mo
 :mod:`ngplus.fisher.products` turns them into L or R. Tensors only: nothing here knows layers or optimizers.
 """
 
-from ngplus.fisher.factors.base import Factors, Lazy, Summed, wide
+from ngplus.fisher.factors.base import Factors, Lazy, mark, wide
 from ngplus.fisher.factors.dense import Outer, Rows, gram_root, outer_costs
 from ngplus.fisher.factors.joined import Joined, join, widen
 from ngplus.fisher.factors.ragged import Segments
 from ngplus.fisher.factors.tables import Bags, Lookup, as_lookup
 
 __all__ = [
-    "Bags", "Factors", "Joined", "Lazy", "Lookup", "Outer", "Rows", "Segments", "Summed",
-    "as_lookup", "gram_root", "join", "outer_costs", "wide", "widen",
+    "Bags", "Factors", "Joined", "Lazy", "Lookup", "Outer", "Rows", "Segments",
+    "as_lookup", "gram_root", "join", "mark", "outer_costs", "wide", "widen",
 ]  # fmt: skip

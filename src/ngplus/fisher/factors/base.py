@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -49,23 +48,9 @@ def take(factor: Factor, samples: Tensor | slice) -> Tensor:
     return factor[:, samples] if isinstance(factor, Tensor) else factor.take(samples)
 
 
-@dataclass
-class Summed:
-    """sum_i G_i, [groups, m, n], for the backward pass of a layer, and what tells the gradient of the output from which
-    it was made."""
-
-    total: Tensor | None = None
-    source: object = None
-
-    @staticmethod
-    def mark(tensor: Tensor) -> object:
-        """Of a gradient, or any tensor: where it lies, its form, and how often it has been changed."""
-        return tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride()
-
-    def take(self, grad: Tensor) -> Tensor | None:
-        """The sum, once, where it was made from just this gradient."""
-        total, self.total = self.total, None
-        return total if total is not None and self.source == self.mark(grad) else None
+def mark(tensor: Tensor) -> object:
+    """What tells a tensor from others, and from itself before a change: where it lies, its version and its form."""
+    return tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride()
 
 
 class Factors:
@@ -76,7 +61,6 @@ class Factors:
     positions: int
     rows: int
     cols: int
-    summed: Summed | None = None  # where the layer's own backward pass can do with sum_i G_i
 
     def gradients(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
         """G_i multiplied out, [groups, samples, m, n]."""
