@@ -52,8 +52,8 @@ train(*build())  # no rule: per-sample gradients by vmap, the matrix as it is
 @ngplus.register_layer(Scaled)
 class ScaledRule(ngplus.layers.LayerRule):
     def matrices(self, module: nn.Module) -> list[ngplus.layers.MatrixSpec]:
-        # turned: rows of the paper's W are outputs
-        return [ngplus.layers.MatrixSpec(("matrix",), ("turned",))]
+        # transposed: rows of the paper's W are outputs
+        return [ngplus.layers.MatrixSpec(("matrix",), ("transposed",))]
 
     def factors(self, module: Any, inputs: Any, grad: Tensor, active: Any, batch: Any) -> Any:
         # G_i = sum over positions of g (x / sqrt(in))^T

@@ -75,7 +75,7 @@ def conv_transpose(dim: int, name: str, spatial: tuple[int, ...], **options: Any
         f"conv_transpose{dim}d-{name}",
         lambda: kind(4, 6, **options),
         randn(5, 4, *spatial),
-        joined(ref.turned(options.get("groups", 1)), bias=bias),
+        joined(ref.transposed(options.get("groups", 1)), bias=bias),
     )
 
 

@@ -29,7 +29,7 @@ def grouped(groups: int) -> Callable[..., Tensor]:
     return lay
 
 
-def turned(groups: int) -> Callable[..., Tensor]:
+def transposed(groups: int) -> Callable[..., Tensor]:
     """A transposed weight (in, out/groups, ...): rows are outputs, columns are (input, kernel)."""
 
     def lay(weight: Tensor, *bias: Tensor) -> Tensor:

@@ -57,8 +57,8 @@ def test_merge_is_the_way_back(groups: int, d: int, p: int | None, columns: int)
     cut = BlockPartition.of(groups, d, p)
     x = numbered(groups, d, columns)
     assert torch.equal(cut.merge(cut.split(x)), x)
-    turned = numbered(groups, columns, d).mT  # as a right-hand problem comes in
-    assert torch.equal(cut.merge(cut.split(turned)), turned)
+    transposed = numbered(groups, columns, d).mT  # as a right-hand problem comes in
+    assert torch.equal(cut.merge(cut.split(transposed)), transposed)
 
 
 @pytest.mark.parametrize(("groups", "d", "p"), EVERY)

@@ -173,12 +173,12 @@ def cast(factors: Factors, dtype: torch.dtype) -> Factors:
 def test_sketched_sum(name: str, side: str) -> None:
     """sum_i (G_i Omega)(G_i Omega)^T with one Omega; an embedding's exact right product needs none."""
     factors, dense = built(name)
-    turned = dense if side == "left" else dense.mT
-    n = turned.shape[-1]
+    transposed = dense if side == "left" else dense.mT
+    n = transposed.shape[-1]
     exact = side == "right" and isinstance(factors, Lookup | Bags)
     for kind in KINDS:
         omega = Sketch(SketchSpec(3, kind), n, seed=7)
-        short = turned @ omega(torch.eye(n, dtype=torch.float64))
+        short = transposed @ omega(torch.eye(n, dtype=torch.float64))
         want = plain_gfim(dense, side) if exact else plain_gfim(short, "left")
         for chunk_bytes in (1, 2**26):
             got = gfim_sum(

@@ -294,7 +294,7 @@ def test_only_the_bias_is_trained() -> None:
 
 def test_conv1d_of_hugging_face() -> None:
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
-    case = Case("Conv1D", lambda: conv1d(6, 4), randn(5, 3, 4), joined(ref.turned(1)))
+    case = Case("Conv1D", lambda: conv1d(6, 4), randn(5, 3, 4), joined(ref.transposed(1)))
     run(case, torch.float64)
     run(case, torch.float32)
 
@@ -345,9 +345,9 @@ def test_own_layer_rule() -> None:
     @ngplus.register_layer(Doubled)
     class DoubledRule(ngplus.layers.LayerRule):
         def matrices(self, module: nn.Module) -> list[ngplus.layers.MatrixSpec]:
-            return [ngplus.layers.MatrixSpec(("matrix",), ("turned",))]
+            return [ngplus.layers.MatrixSpec(("matrix",), ("transposed",))]
 
         def factors(self, module: Any, inputs: Any, grad: Tensor, active: Any, batch: Any) -> Any:
             return ngplus.layers.linear_factors(2 * inputs[0], grad, active, batch)
 
-    run(Case("own", Doubled, randn(5, 2, 4), [(("matrix",), ref.turned(1))]), torch.float64)
+    run(Case("own", Doubled, randn(5, 2, 4), [(("matrix",), ref.transposed(1))]), torch.float64)

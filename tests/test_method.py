@@ -338,10 +338,10 @@ def test_momentum_inside_the_product_is_momentum_after_it(
 def test_momentum_inside_the_product_in_memory_of_another_order() -> None:
     a, b = torch.randn(1, 4, 3), torch.randn(1, 3, 6)
     buffer = torch.randn(4, 6)
-    turned = buffer.mT.contiguous().mT
+    transposed = buffer.mT.contiguous().mT
     inverses.Product([(a, b)]).add_to(buffer, 0.9)
-    inverses.Product([(a, b)]).add_to(turned, 0.9)
-    torch.testing.assert_close(buffer, turned)
+    inverses.Product([(a, b)]).add_to(transposed, 0.9)
+    torch.testing.assert_close(buffer, transposed)
 
 
 @pytest.mark.parametrize("solver", ["dense", "woodbury"])

@@ -38,7 +38,7 @@ def units_of(model: nn.Module) -> list[tuple[tuple[str, ...], Callable[..., Tens
         if isinstance(module, nn.Conv1d | nn.Conv2d):
             units.append((own, ref.grouped(module.groups)))
         elif isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d):
-            units.append((own, ref.turned(module.groups)))
+            units.append((own, ref.transposed(module.groups)))
         elif isinstance(module, nn.LayerNorm | nn.GroupNorm | nn.InstanceNorm1d):
             units.append((own, ref.columns))
         else:

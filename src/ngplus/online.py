@@ -165,8 +165,8 @@ class OnlineNGPlus(Optimizer):
     def _round(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         assert param.grad is not None
         weight, gradient = _as_matrix(param), _as_matrix(param.grad)
-        turned = group["side"] == "right" or (group["side"] == "auto" and weight.shape[0] > weight.shape[1])
-        if turned:
+        transposed = group["side"] == "right" or (group["side"] == "auto" and weight.shape[0] > weight.shape[1])
+        if transposed:
             weight, gradient = weight.mT, gradient.mT
         if not state:
             state["step"] = 0
@@ -181,7 +181,7 @@ class OnlineNGPlus(Optimizer):
             state["projection_bound"] = max(state["projection_bound"], done.bound)
             point = done.point
         state["step"] += 1
-        param.copy_((point.mT if turned else point).reshape(param.shape))
+        param.copy_((point.mT if transposed else point).reshape(param.shape))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch.optim, but the inverse keeps its own precision whatever the parameters' dtype."""
@@ -239,11 +239,11 @@ def project(
     values, basis = torch.linalg.eigh(inverse)
     # Rounding may leave a tiny eigenvalue at or below zero.
     weights = values.clamp_min(torch.finfo(values.dtype).eps * float(values[-1])).reciprocal()[:, None]
-    turned = basis.mT @ point
+    transposed = basis.mT @ point
     if ball == "frobenius" or min(point.shape) == 1:  # the two balls are one for a vector
-        done = project_frobenius(turned, weights, radius)
+        done = project_frobenius(transposed, weights, radius)
     else:
-        done = project_spectral(turned, weights, radius, tolerance)
+        done = project_spectral(transposed, weights, radius, tolerance)
     return Projection(basis @ done.point, done.bound, done.iterations)
 
 

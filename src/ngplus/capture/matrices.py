@@ -66,7 +66,7 @@ class ParameterMatrix:
         # Do its parts have the order and precision of their parameters? Of vectors alone it is not asked: they are
         # small, and many are updated in one call.
         precise = all(param.dtype == self.dtype for param in self.active_params)
-        self.straight = precise and "turned" not in self.layout.kinds and "rows" in self.layout.kinds
+        self.straight = precise and "transposed" not in self.layout.kinds and "rows" in self.layout.kinds
         return True
 
     @property

@@ -202,11 +202,11 @@ def inverse_root(matrix: Tensor, damping: Tensor, status: RefreshStatus | None =
 def times(matrix: Tensor, gradient: Tensor) -> Tensor:
     """M G, [blocks, p, D], laid out in memory as G is: a G that is a transposed view, as on the right side, gives one,
     and what is added to it later has its numbers in the same order."""
-    if is_turned(gradient):
+    if is_transposed(gradient):
         return torch.bmm(gradient.mT, matrix.mT).mT
     return torch.bmm(matrix, gradient)
 
 
-def is_turned(x: Tensor) -> bool:
+def is_transposed(x: Tensor) -> bool:
     """Do the numbers of a column lie side by side in memory, and not those of a row?"""
     return x.stride(-2) == 1 and x.stride(-1) != 1

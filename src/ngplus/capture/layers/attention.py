@@ -95,10 +95,10 @@ class MultiheadAttentionRule(LayerRule):
                 return None
             attended, *rest = output
             # In the memory order of torch's own projection: the dropout that follows draws its mask in that order.
-            turned = module.batch_first and attended.dim() == 3
-            flat = attended.transpose(0, 1) if turned else attended
+            transposed = module.batch_first and attended.dim() == 3
+            flat = attended.transpose(0, 1) if transposed else attended
             out = F.linear(flat, module.out_proj.weight, module.out_proj.bias)
-            out = out.transpose(0, 1) if turned else out
+            out = out.transpose(0, 1) if transposed else out
             watcher.record(0, out, (attended,), _build_linear(module))
             return (out, *rest)
 

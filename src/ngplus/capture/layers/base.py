@@ -48,7 +48,7 @@ class LayerRule:
         >>> @ngplus.register_layer(Doubled)
         ... class DoubledRule(ngplus.layers.LayerRule):
         ...     def matrices(self, module):
-        ...         return [ngplus.layers.MatrixSpec(("matrix",), ("turned",))]
+        ...         return [ngplus.layers.MatrixSpec(("matrix",), ("transposed",))]
         ...     def factors(self, module, inputs, grad, active, batch):
         ...         return ngplus.layers.linear_factors(2 * inputs[0], grad, active, batch)
         >>> ngplus.NGPlus(Doubled(3, 2)).plan()["matrix"].source

@@ -277,7 +277,7 @@ class ConvTransposeRule(LayerRule):
 
     def matrices(self, module: nn.Module) -> list[MatrixSpec]:
         assert isinstance(module, _ConvNd)
-        return [MatrixSpec(("weight", "bias"), ("turned", "column"), module.groups)]
+        return [MatrixSpec(("weight", "bias"), ("transposed", "column"), module.groups)]
 
     def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         assert isinstance(module, _ConvTransposeNd)

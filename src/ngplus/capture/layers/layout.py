@@ -15,7 +15,7 @@ from torch import Tensor
 
 # The kinds of parts:
 # rows:    the first dimension is m, the others together are columns (Linear, Conv, Embedding)
-# turned:  the second dimension is m (ConvTranspose, the Conv1D of Hugging Face); inputs and kernel are columns
+# transposed:  the second dimension is m (ConvTranspose, the Conv1D of Hugging Face); inputs and kernel are columns
 # column:  all entries are one column of m rows (bias, scale, shift, a lone vector)
 
 
@@ -25,8 +25,8 @@ class MatrixSpec:
 
     Attributes:
         names: of the parameters that stand side by side.
-        kinds: how each lies: ``"rows"`` (dimension 0 is m), ``"turned"`` (dimension 1 is m) or ``"column"`` (a bias, a
-            vector).
+        kinds: how each lies: ``"rows"`` (dimension 0 is m), ``"transposed"`` (dimension 1 is m) or ``"column"`` (a bias,
+            a vector).
         groups: of a grouped convolution, each a matrix of its own.
 
     Examples:
@@ -67,14 +67,14 @@ class Layout:
         self.places = prod(shapes[0][2:]) if kinds[0] != "column" else 1  # of a kernel: columns of one input channel
 
     def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Each as the columns that it takes, [groups, m, width]; a view unless it is turned."""
+        """Each as the columns that it takes, [groups, m, width]; a view unless it is transposed."""
         return [
-            t.reshape(self.groups, self.rows, width) if kind != "turned" else _turned(t, self.groups, self.rows)
+            t.reshape(self.groups, self.rows, width) if kind != "transposed" else _transposed(t, self.groups, self.rows)
             for t, kind, width in zip(tensors, self.kinds, self.widths, strict=True)
         ]
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """[groups, m, n]; a view where there is one part that is not turned."""
+        """[groups, m, n]; a view where there is one part that is not transposed."""
         parts = self.parts(tensors)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
@@ -94,18 +94,18 @@ class Layout:
 def _rows_and_cols(shape: torch.Size, kind: str, groups: int) -> tuple[int, int]:
     if kind == "column":
         return prod(shape) // groups, 1
-    if kind == "turned":
+    if kind == "transposed":
         return shape[1], shape[0] // groups * prod(shape[2:])
     return shape[0] // groups, prod(shape[1:])
 
 
-def _turned(tensor: Tensor, groups: int, rows: int) -> Tensor:
+def _transposed(tensor: Tensor, groups: int, rows: int) -> Tensor:
     inputs = tensor.shape[0] // groups
     return tensor.reshape(groups, inputs, rows, -1).transpose(1, 2).reshape(groups, rows, -1)
 
 
 def _from_matrix(matrix: Tensor, shape: torch.Size, kind: str) -> Tensor:
-    if kind != "turned":
+    if kind != "transposed":
         return matrix.reshape(shape)
     groups, rows, _ = matrix.shape
     return matrix.reshape(groups, rows, shape[0] // groups, -1).transpose(1, 2).reshape(shape)

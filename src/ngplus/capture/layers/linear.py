@@ -57,12 +57,12 @@ class LinearRule(LayerRule):
 
 @register_layer("transformers.pytorch_utils.Conv1D")
 class TransposedLinearRule(LinearRule):
-    """y = x W + b with W (in, out): turned, so that its rows are outputs.
+    """y = x W + b with W (in, out): transposed, so that its rows are outputs.
 
     Examples:
         >>> ngplus.layers.TransposedLinearRule().matrices(nn.Module())[0].kinds
-        ('turned', 'column')
+        ('transposed', 'column')
     """
 
     def matrices(self, module: nn.Module) -> list[MatrixSpec]:
-        return [MatrixSpec(("weight", "bias"), ("turned", "column"))]
+        return [MatrixSpec(("weight", "bias"), ("transposed", "column"))]

@@ -19,8 +19,8 @@ class Lazy(Protocol):
         """[groups, samples, positions, n] of these samples."""
 
     def outer(self, samples: Tensor | slice, left: Tensor, side: str, ones: bool) -> Tensor:
-        """sum_p l_ip r_ip^T one under the other, [groups, samples * m, n], or for the left side each of them turned,
-        [groups, samples * n, m], by whatever way is best; with ``ones`` r has one more column, of ones."""
+        """sum_p l_ip r_ip^T one under the other, [groups, samples * m, n], or for the left side each of them
+        transposed, [groups, samples * n, m], by whatever way is best; with ``ones`` r has one more column, of ones."""
 
     def outer_memory(self, m: int) -> int:
         """Numbers a sample that ``outer`` needs beside its result, for m rows."""
