@@ -25,8 +25,8 @@ class MatrixSpec:
 
     Attributes:
         names: of the parameters that stand side by side.
-        kinds: how each lies: ``"rows"`` (dimension 0 is m), ``"transposed"`` (dimension 1 is m) or ``"column"`` (a bias,
-            a vector).
+        kinds: how each lies: ``"rows"`` (dimension 0 is m), ``"transposed"`` (dimension 1 is m) or ``"column"`` (a
+            bias, a vector).
         groups: of a grouped convolution, each a matrix of its own.
 
     Examples:
