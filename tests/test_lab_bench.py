@@ -194,7 +194,7 @@ def test_a_profile_counts_each_moment_once() -> None:
         # An annotation that begins inside of a function and outlives it.
         _event("torch/profiler.py(1): __enter__", "python_function", 190, 20),
         _event("bench:step", "user_annotation", 200, 100),
-        _event("ngplus/base.py(1): _take_up", "python_function", 220, 30),
+        _event("ngplus/base.py(1): _refresh", "python_function", 220, 30),
         _event("<built-in method inv>", "python_function", 225, 20),
         _event("aten::inv", "cpu_op", 230, 10),
         _event("ngplus/update.py(1): update_parameters", "python_function", 260, 30),
@@ -204,14 +204,15 @@ def test_a_profile_counts_each_moment_once() -> None:
     assert seconds == {
         "forward": 100, "backward": 40, "capture products": 60, "inverses": 30, "update": 30, "step, other": 40,
     }  # fmt: skip
-    assert shares["inverses"].operations == pytest.approx({"Python _take_up": 20e-6, "aten::inv": 10e-6})
+    assert shares["inverses"].operations == pytest.approx({"Python _refresh": 20e-6, "aten::inv": 10e-6})
 
 
 def test_the_profile_s_frame_is_that_of_the_optimizer() -> None:
     from ngplus.optimizers import base
+    from ngplus.preconditioners.roots import RootsPreconditioner
 
     for name in profiling.FRAME:
-        assert any(hasattr(place, name) for place in (ngplus.NGPlus, base)), name
+        assert any(hasattr(place, name) for place in (ngplus.NGPlus, base, RootsPreconditioner)), name
 
 
 # ------------------------------------------------------------------------------------------------ files and the command

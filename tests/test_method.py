@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import ngplus
 from ngplus.fisher import inverses
+from ngplus.preconditioners.inverse import InversePreconditioner
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -322,7 +323,7 @@ def test_momentum_inside_the_product_is_momentum_after_it(
             add_to = inverses.Product.add_to
             patch.setattr(inverses.Product, "add_to", lambda *args: (used.append(1), add_to(*args)))
             if not short:
-                patch.setattr(ngplus.NGPlus, "_products", lambda self, work: None)
+                patch.setattr(InversePreconditioner, "_products", lambda self, update: None)
             optimizer = ngplus.NGPlus(model, lr=0.05, update_every=2, **{**PAPER, "momentum": 0.9, **options})
             for x, y in batches(5):
                 train(model, optimizer, x, y)

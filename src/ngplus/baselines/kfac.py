@@ -13,13 +13,13 @@ from torch.optim.optimizer import ParamsT
 from ngplus.baselines.common import Batches, Rival
 from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.calls import BatchDims
+from ngplus.capture.loss_scale import captured_scale
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.diagnostics.plan import PlanRow, state_bytes
 from ngplus.fisher import inverses, products
 from ngplus.fisher.factors import Factors, Joined, Outer
 from ngplus.fisher.factors.base import take
-from ngplus.optimizers.base import Direction, MatrixUpdate
-from ngplus.optimizers.gradients import captured_scale
+from ngplus.preconditioners.base import Direction, MatrixPreconditioner, MatrixUpdate
 from ngplus.utils.finite import RefreshStatus, all_finite, read_if_on_host
 from ngplus.utils.typing import Group, State
 from ngplus.utils.validation import number
@@ -110,6 +110,65 @@ def kronecker_sums(uses: list[Outer], expand: bool, dtype: torch.dtype) -> tuple
     return sums[0], sums[1], (squares[0] * squares[1]).sqrt()
 
 
+class KroneckerPreconditioner(MatrixPreconditioner):
+    """(G + sqrt(lambda) I)^-1 grad (A + sqrt(lambda) I)^-1, or (lambda I + L)^-1 grad where there are no factors."""
+
+    def refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
+        matrix, group, state, gradient = update.matrix, update.group, update.state, update.gradient
+        estimate: dict[str, Tensor]
+        if gathered is None:
+            curved = gradient if matrix.side("smaller") == "left" else gradient.mT
+            estimate = {"curvature": curved @ curved.mT}
+        else:
+            assert isinstance(gathered, _Sums)
+            estimate = gathered.means(gathered.scale(group, captured_scale()))
+        bad = ~all_finite(list(estimate.values()))
+        dropped = read_if_on_host(bad)
+        if dropped is not False:
+            status.add("dropped", bad)
+            if dropped and self.fits():
+                return
+            estimate = {key: x.masked_fill(bad, 0) for key, x in estimate.items()}
+        beta = group["beta"] if group["step"] > 0 else 0.0
+        for key, old in [(key, state.get(key)) for key in estimate]:
+            if beta and old is not None and old.shape == estimate[key].shape:
+                estimate[key] = beta * old.to(estimate[key]) + (1 - beta) * estimate[key]
+        for key in ("curvature", "input", "output"):
+            state.pop(key, None)
+            state.pop(key + "_inverse", None)
+        for key, x in estimate.items():
+            damping = torch.as_tensor(group["damping"], dtype=x.dtype, device=x.device)
+            state[key + "_inverse"] = inverses.dense_inverse(
+                x, damping if key == "curvature" else damping.sqrt(), status
+            )
+        if group["beta"]:
+            state.update(estimate)
+
+    def fits(self) -> bool:
+        matrix, state, layout = self.matrix, self.state, self.matrix.layout
+        if "curvature_inverse" in state:
+            sizes = {"curvature": min(layout.rows, layout.cols)}
+        else:
+            sizes = {"input": layout.cols, "output": layout.rows}
+        held = {key: state.get(key + "_inverse") for key in sizes}
+        return all(
+            x is not None
+            and x.shape == (matrix.groups, sizes[key], sizes[key])
+            and x.dtype == matrix.dtype
+            and x.device == matrix.params[0].device
+            for key, x in held.items()
+        )
+
+    def precondition(self, update: MatrixUpdate) -> Direction:
+        matrix, state, gradient, rows = update.matrix, update.state, update.gradient, update.rows
+        if "curvature_inverse" in state:
+            inverse = state["curvature_inverse"]
+            return (inverse @ gradient if matrix.side("smaller") == "left" else gradient @ inverse), rows
+        if rows is not None:  # a tied table whose last gradient was dense, and this one is not
+            gradient = gradient.new_zeros(1, matrix.layout.rows, matrix.layout.cols).index_copy(1, rows[0], gradient)
+        return state["output_inverse"] @ gradient @ state["input_inverse"], None
+
+
 class KFAC(Rival):
     """KFAC: W <- W - lr (G + sqrt(lambda) I)^-1 grad (A + sqrt(lambda) I)^-1, with grad the mini-batch gradient.
 
@@ -183,60 +242,8 @@ class KFAC(Rival):
         if group["approx"] not in _APPROX:
             raise ValueError(f"Invalid approx: {group['approx']!r} (one of {', '.join(map(repr, _APPROX))})")
 
-    def _refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
-        matrix, group, state, gradient = update.matrix, update.group, update.state, update.gradient
-        estimate: dict[str, Tensor]
-        if gathered is None:
-            curved = gradient if matrix.side("smaller") == "left" else gradient.mT
-            estimate = {"curvature": curved @ curved.mT}
-        else:
-            assert isinstance(gathered, _Sums)
-            estimate = gathered.means(gathered.scale(group, captured_scale()))
-        bad = ~all_finite(list(estimate.values()))
-        dropped = read_if_on_host(bad)
-        if dropped is not False:
-            status.add("dropped", bad)
-            if dropped and self._fits(matrix, group, state):
-                return
-            estimate = {key: x.masked_fill(bad, 0) for key, x in estimate.items()}
-        beta = group["beta"] if group["step"] > 0 else 0.0
-        for key, old in [(key, state.get(key)) for key in estimate]:
-            if beta and old is not None and old.shape == estimate[key].shape:
-                estimate[key] = beta * old.to(estimate[key]) + (1 - beta) * estimate[key]
-        for key in ("curvature", "input", "output"):
-            state.pop(key, None)
-            state.pop(key + "_inverse", None)
-        for key, x in estimate.items():
-            damping = torch.as_tensor(group["damping"], dtype=x.dtype, device=x.device)
-            state[key + "_inverse"] = inverses.dense_inverse(
-                x, damping if key == "curvature" else damping.sqrt(), status
-            )
-        if group["beta"]:
-            state.update(estimate)
-
-    def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
-        layout = matrix.layout
-        if "curvature_inverse" in state:
-            sizes = {"curvature": min(layout.rows, layout.cols)}
-        else:
-            sizes = {"input": layout.cols, "output": layout.rows}
-        held = {key: state.get(key + "_inverse") for key in sizes}
-        return all(
-            x is not None
-            and x.shape == (matrix.groups, sizes[key], sizes[key])
-            and x.dtype == matrix.dtype
-            and x.device == matrix.params[0].device
-            for key, x in held.items()
-        )
-
-    def _direction(self, update: MatrixUpdate) -> Direction:
-        matrix, state, gradient, rows = update.matrix, update.state, update.gradient, update.rows
-        if "curvature_inverse" in state:
-            inverse = state["curvature_inverse"]
-            return (inverse @ gradient if matrix.side("smaller") == "left" else gradient @ inverse), rows
-        if rows is not None:  # a tied table whose last gradient was dense, and this one is not
-            gradient = gradient.new_zeros(1, matrix.layout.rows, matrix.layout.cols).index_copy(1, rows[0], gradient)
-        return state["output_inverse"] @ gradient @ state["input_inverse"], None
+    def _preconditioner(self, matrix: ParameterMatrix, group: Group, state: State) -> KroneckerPreconditioner:
+        return KroneckerPreconditioner(matrix, group, state)
 
     def factors(self, which: str | nn.Parameter) -> KroneckerFactors:
         """A and G of a parameter, by name or as it is: their moving averages, so ``beta`` must not be 0."""

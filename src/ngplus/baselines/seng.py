@@ -14,16 +14,16 @@ from ngplus.baselines.common import Batches, Rival
 from ngplus.capture.accumulator import Accumulator, subsample
 from ngplus.capture.calls import BatchDims
 from ngplus.capture.collector import seed_of
+from ngplus.capture.loss_scale import captured_scale
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.diagnostics.plan import PlanRow, state_bytes
 from ngplus.fisher import inverses
 from ngplus.fisher.factors import Bags, Factors, Joined, Lookup, Outer, Rows, as_lookup
 from ngplus.fisher.factors.base import take
 from ngplus.fisher.products import CHUNK_BYTES
-from ngplus.optimizers.base import Direction, MatrixUpdate
 from ngplus.optimizers.binding import OF_ALL_RANKS
-from ngplus.optimizers.gradients import captured_scale
 from ngplus.optimizers.options import check_samples
+from ngplus.preconditioners.base import Direction, MatrixPreconditioner, MatrixUpdate
 from ngplus.utils.finite import RefreshStatus, all_finite
 from ngplus.utils.typing import Group, State
 
@@ -56,6 +56,66 @@ class _Columns(Batches):
             many = part.samples * (part.positions if isinstance(part, Lookup) else 1)
             lengths.append(((many if left is None else left.square().sum()) * right.square().sum()).sqrt())
         return torch.stack(lengths).sum() * (self.samples / self.used)
+
+
+class WoodburyPreconditioner(MatrixPreconditioner):
+    """(lambda I + U U^T)^-1 of vec(G), by Woodbury's identity, with the columns of U as factors."""
+
+    def refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
+        matrix, group, state, gradient, rows = update.matrix, update.group, update.state, update.gradient, update.rows
+        if gathered is None:  # one column: the mini-batch gradient, so that d = g / (lambda + |g|^2)
+            one = Rows(gradient[:, None]) if rows is None else Lookup(rows, gradient, matrix.layout.rows)
+            parts: list[tuple[int, Part]] = [(0, one)]
+        else:
+            assert isinstance(gathered, _Columns)
+            scale = gathered.scale(group, captured_scale()) / gathered.used**0.5
+            parts = [(start, _scaled(part, scale)) for start, part in gathered.parts]
+        kept = _choose(parts, group["sketch"], seed_of(group))
+        gram = gram_of([(start, _sketched(part, *kept)) for start, part in parts])
+        bad = ~all_finite([gram])
+        if bool(bad):
+            status.add("dropped", bad)
+            if self.fits():
+                return
+            parts, gram = [(0, Rows(torch.zeros_like(gradient[:, None])))], torch.zeros_like(gram[:1, :1])
+        damping = torch.as_tensor(group["damping"], dtype=gram.dtype, device=gram.device)
+        for key in [key for key in state if key not in OF_ALL_RANKS]:
+            del state[key]
+        _write(state, parts)
+        state.update(core=inverses.dense_inverse(gram[None], damping, status)[0], damping=damping)
+        state.update({key: x for key, x in zip(("kept_rows", "kept_cols"), kept, strict=True) if x is not None})
+        state.update(rows=matrix.layout.rows, cols=matrix.layout.cols)
+
+    def fits(self) -> bool:
+        matrix, state = self.matrix, self.state
+        if "core" not in state or (state["rows"], state["cols"]) != (matrix.layout.rows, matrix.layout.cols):
+            return False
+        return state["core"].dtype == matrix.dtype and state["core"].device == matrix.params[0].device
+
+    def precondition(self, update: MatrixUpdate) -> Direction:
+        matrix, state, gradient, rows = update.matrix, update.state, update.gradient, update.rows
+        parts, kept = _read(state), (state.get("kept_rows"), state.get("kept_cols"))
+        if rows is not None and not all(isinstance(part, Lookup) for _, part in parts):
+            gradient = gradient.new_zeros(1, matrix.layout.rows, matrix.layout.cols).index_copy(1, rows[0], gradient)
+            rows = None
+        short = _short(gradient, *kept)
+        inner = gradient.new_zeros(len(state["core"]))  # U^T g
+        for start, part in parts:
+            inner[start : start + part.samples] += against(_sketched(part, *kept), short, rows)
+        z = state["core"] @ inner
+        if rows is None:
+            for start, part in parts:
+                gradient = gradient - combine(part, z[start : start + part.samples])
+            return gradient / state["damping"], None
+        # U z has rows of its own, those of the batch of the last refresh; the sum of both is left to torch.
+        index, values = [rows[0]], [gradient[0]]
+        for start, part in parts:
+            assert isinstance(part, Lookup)
+            index.append(part.index.flatten())
+            values.append(-(z[start : start + part.samples, None, None] * part.values).flatten(0, 1))
+        touched, place = torch.cat(index).unique(return_inverse=True)
+        direction = gradient.new_zeros(len(touched), gradient.shape[-1]).index_add_(0, place, torch.cat(values))
+        return direction[None] / state["damping"], touched[None]
 
 
 class SENG(Rival):
@@ -129,60 +189,8 @@ class SENG(Rival):
         if not group["damping"] > 0:
             raise ValueError(f"Invalid damping: {group['damping']} (SENG divides by it)")
 
-    def _refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
-        matrix, group, state, gradient, rows = update.matrix, update.group, update.state, update.gradient, update.rows
-        if gathered is None:  # one column: the mini-batch gradient, so that d = g / (lambda + |g|^2)
-            one = Rows(gradient[:, None]) if rows is None else Lookup(rows, gradient, matrix.layout.rows)
-            parts: list[tuple[int, Part]] = [(0, one)]
-        else:
-            assert isinstance(gathered, _Columns)
-            scale = gathered.scale(group, captured_scale()) / gathered.used**0.5
-            parts = [(start, _scaled(part, scale)) for start, part in gathered.parts]
-        kept = _choose(parts, group["sketch"], seed_of(group))
-        gram = gram_of([(start, _sketched(part, *kept)) for start, part in parts])
-        bad = ~all_finite([gram])
-        if bool(bad):
-            status.add("dropped", bad)
-            if self._fits(matrix, group, state):
-                return
-            parts, gram = [(0, Rows(torch.zeros_like(gradient[:, None])))], torch.zeros_like(gram[:1, :1])
-        damping = torch.as_tensor(group["damping"], dtype=gram.dtype, device=gram.device)
-        for key in [key for key in state if key not in OF_ALL_RANKS]:
-            del state[key]
-        _write(state, parts)
-        state.update(core=inverses.dense_inverse(gram[None], damping, status)[0], damping=damping)
-        state.update({key: x for key, x in zip(("kept_rows", "kept_cols"), kept, strict=True) if x is not None})
-        state.update(rows=matrix.layout.rows, cols=matrix.layout.cols)
-
-    def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
-        if "core" not in state or (state["rows"], state["cols"]) != (matrix.layout.rows, matrix.layout.cols):
-            return False
-        return state["core"].dtype == matrix.dtype and state["core"].device == matrix.params[0].device
-
-    def _direction(self, update: MatrixUpdate) -> Direction:
-        matrix, state, gradient, rows = update.matrix, update.state, update.gradient, update.rows
-        parts, kept = _read(state), (state.get("kept_rows"), state.get("kept_cols"))
-        if rows is not None and not all(isinstance(part, Lookup) for _, part in parts):
-            gradient = gradient.new_zeros(1, matrix.layout.rows, matrix.layout.cols).index_copy(1, rows[0], gradient)
-            rows = None
-        short = _short(gradient, *kept)
-        inner = gradient.new_zeros(len(state["core"]))  # U^T g
-        for start, part in parts:
-            inner[start : start + part.samples] += against(_sketched(part, *kept), short, rows)
-        z = state["core"] @ inner
-        if rows is None:
-            for start, part in parts:
-                gradient = gradient - combine(part, z[start : start + part.samples])
-            return gradient / state["damping"], None
-        # U z has rows of its own, those of the batch of the last refresh; the sum of both is left to torch.
-        index, values = [rows[0]], [gradient[0]]
-        for start, part in parts:
-            assert isinstance(part, Lookup)
-            index.append(part.index.flatten())
-            values.append(-(z[start : start + part.samples, None, None] * part.values).flatten(0, 1))
-        touched, place = torch.cat(index).unique(return_inverse=True)
-        direction = gradient.new_zeros(len(touched), gradient.shape[-1]).index_add_(0, place, torch.cat(values))
-        return direction[None] / state["damping"], touched[None]
+    def _preconditioner(self, matrix: ParameterMatrix, group: Group, state: State) -> WoodburyPreconditioner:
+        return WoodburyPreconditioner(matrix, group, state)
 
     def _row(self, matrix: ParameterMatrix, group: Group, state: State, samples: int, positions: int) -> PlanRow:
         m, n, groups = matrix.layout.rows, matrix.layout.cols, matrix.groups

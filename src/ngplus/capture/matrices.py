@@ -38,6 +38,7 @@ class ParameterMatrix:
         self.reason = ""  # why the source is the mini-batch
         self.missed = False  # the last refresh had nothing captured, and took the mini-batch in its place
         self.sparse = False  # its gradients may be sparse
+        self.estimate: Any = None  # L of this step's refresh, for NGPlus.curvature() until the next step
         self.fixed_partition: BlockPartition | None = None  # in place of what the options of a group say
         # Of sharded parameters (ngplus.distributed.sharded):
         self.managed: list[Any] = []  # FSDP2's own record of each: in the graph other tensors stand for them

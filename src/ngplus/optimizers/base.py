@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.collector import Collector
 from ngplus.capture.layers.base import no_mixed_precision
 from ngplus.capture.matrices import ParameterMatrix
@@ -22,48 +21,17 @@ from ngplus.fisher.inverses import Product
 from ngplus.optimizers.binding import MatrixOptimizer
 from ngplus.optimizers.gradients import agree, gradient_norms, gradient_parts
 from ngplus.optimizers.update import UpdateRule, sgd_steps, update_parameters, worked_out
+from ngplus.preconditioners.base import Direction, MatrixUpdate
 from ngplus.utils.dtensor import like
 from ngplus.utils.finite import RefreshStatus, keep_last_good, norms_of, read_if_on_host, zero_where
-from ngplus.utils.typing import Group, State
+from ngplus.utils.typing import State
 from ngplus.utils.warnings import warn
-
-
-class MatrixUpdate:
-    """One matrix in one step. ``parts`` are the gradients of its parameters, [groups, m, n_k], that stand side by side.
-    Of a sparse gradient, they hold the rows touched, and ``rows`` their indices."""
-
-    def __init__(
-        self, matrix: ParameterMatrix, group: Group, state: State, parts: list[Tensor], rows: Tensor | None = None
-    ) -> None:
-        self.matrix, self.group, self.state, self.parts, self.rows = matrix, group, state, parts, rows
-        self._joined: Tensor | None = None
-
-    @property
-    def gradient(self) -> Tensor:
-        """[groups, m, n], joined where it is asked for."""
-        if self._joined is None:
-            self._joined = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, dim=-1)
-        return self._joined
-
-    def stacks(self) -> list[Tensor]:
-        """The gradient with its curved dimension first, in the blocks of its matrix."""
-        side = self.matrix.side(self.group.get("side", "smaller"))
-        return self.matrix.partition_of(self.group).split(self.gradient if side == "left" else self.gradient.mT)
-
-    def merged(self, stacks: Sequence[Tensor]) -> Tensor:
-        """The way back: [groups, m, n]."""
-        whole = self.matrix.partition_of(self.group).merge(stacks)
-        return whole if self.matrix.side(self.group.get("side", "smaller")) == "left" else whole.mT
-
-
-# Of a matrix, or of each of its parameters as a product; like a gradient, with the rows that it touches.
-Direction = tuple[Tensor | list[Product], Tensor | None]
 
 Directions = dict[nn.Parameter, Tensor | Product]  # of all parameters of a step
 
 
 class BaseOptimizer(MatrixOptimizer):
-    """The frame. A method gives ``_fits``, ``_refresh`` and ``_direction``; the rest where it has a way of its own."""
+    """The step. A method gives the preconditioner of a matrix (``_preconditioner``) and the rule of the update."""
 
     _update_rule: UpdateRule = staticmethod(sgd_steps)
     _initialising = False
@@ -74,24 +42,6 @@ class BaseOptimizer(MatrixOptimizer):
     def _begin(self) -> None:
         """What a method does at the beginning of a step, on every rank."""
 
-    def _observe(self, update: MatrixUpdate) -> None:
-        """What a method does in every step, before a refresh."""
-
-    def _refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
-        """New curvature in the state, in new tensors; without ``gathered``, from the mini-batch gradient.
-
-        Curvature that is not finite is noted in ``status`` as "dropped". Where the host can see that, the state stays
-        as it is; elsewhere zeros stand in for it, and the frame keeps the last good state.
-        """
-        raise NotImplementedError
-
-    def _direction(self, update: MatrixUpdate) -> Direction:
-        """The preconditioned gradient [groups, m, n]; of a sparse one, the rows touched and their indices."""
-        raise NotImplementedError
-
-    def _initialised(self, group: Group, state: State) -> None:
-        """After a step that only initialises the state."""
-
     def _share(
         self, distributor: Distributor, estimate: list[ParameterMatrix], collector: Collector, due: set[int]
     ) -> None:
@@ -101,25 +51,47 @@ class BaseOptimizer(MatrixOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """A refresh where one is due, every T steps. Then W <- W - lr * direction, with the momentum and
-        weight decay of the method."""
+        """Performs a single optimization step.
+
+        Args:
+            closure (callable): reevaluates the model and returns the loss (default: None).
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with no_mixed_precision(next(iter(self._names)).device):
-            self._take_step()
+            directions = self._directions()  # D_k
+            if directions is not None:
+                for group in self.param_groups:  # W_(k+1) = W_k - lr D_k
+                    params, left_out = update_parameters(group, directions, self.state, self._update_rule, self._skip)
+                    self._faults.note("steps", [self._names[p] for p in params], left_out)
+                self._advance()  # k <- k + 1
+            self._faults.tell()
         return loss
 
-    def _take_step(self) -> None:
-        """From gradients to directions, and the update with them."""
-        directions = self._directions()
-        if directions is not None:
-            for group in self.param_groups:
-                params, left_out = update_parameters(group, directions, self.state, self._update_rule, self._skip)
-                self._faults.note("steps", [self._names[p] for p in params], left_out)
-            self._advance()
-        self._faults.tell()
+    def _directions(self) -> Directions | None:
+        """The direction of every parameter that has a gradient; None where the step is skipped."""
+        collector = self._prepare()
+        due = {id(m) for m in self._matrices if self._due(m)}  # k mod T == 0
+        for distributor in self._distributors:  # L_k or R_k over all ranks
+            asked = [m for m in distributor.matrices if id(m) in due and self._captures(self._group(m))]
+            self._share(distributor, add_up(distributor, collector, asked, self._of_param), collector, due)
+        present = self._with_finite_gradients(collector)
+        if present is None:
+            return None
+        updates = self._updates(present, due)  # G_k of every matrix
+        for update in updates:
+            update.preconditioner.update(update)
+        self._refresh([update for update in updates if id(update.matrix) in due], collector)
+        directions: Directions = {}
+        for update in updates:
+            direction = update.preconditioner.precondition(update)
+            directions.update(by_parameter(update, *self._fit_to_share(update, *direction)))
+            if self._initialising:
+                update.preconditioner.initialised()
+        self._scatter(present, directions)
+        return {param: direction for param, direction in directions.items() if param.grad is not None}
 
     @torch.no_grad()
     def _replace_gradients(self) -> None:
@@ -141,9 +113,11 @@ class BaseOptimizer(MatrixOptimizer):
             self._advance()
         self._faults.tell()
 
-    def _directions(self) -> Directions | None:
-        """The direction of every parameter that has a gradient; None where the step is to be skipped."""
-        for group in self.param_groups:  # they may have been changed since the last step
+    # ---------------------------------------------------------------------------------------------- its parts
+
+    def _prepare(self) -> Collector:
+        """Checks what may have changed since the last step, and ends the collection."""
+        for group in self.param_groups:
             self._check(group)
         changed = [matrix for matrix in self._matrices if matrix.update_layout()]  # frozen or cast since the pass
         self._begin()
@@ -154,10 +128,10 @@ class BaseOptimizer(MatrixOptimizer):
         for matrix in changed:
             collector.take(matrix)  # of the parameters that it had before
         self._find_replicas()
-        due = {id(m) for m in self._matrices if self._due(m)}
-        for distributor in self._distributors:
-            asked = [m for m in distributor.matrices if id(m) in due and self._captures(self._group(m))]
-            self._share(distributor, add_up(distributor, collector, asked, self._of_param), collector, due)
+        return collector
+
+    def _with_finite_gradients(self, collector: Collector) -> list[ParameterMatrix] | None:
+        """The matrices of this step; None where it is skipped, as a gradient is not finite or there is none."""
         present, names, norms = self._with_gradients()
         if not present:
             if collector.forward_seen:
@@ -173,28 +147,33 @@ class BaseOptimizer(MatrixOptimizer):
             return None
         # Distributed checkpoints make a step with lr = 0 and zero gradients, only to have the state initialised.
         self._initialising = all(is_zero(g["lr"]) for g in self.param_groups) and not bool(norms.any())
-        if due:
-            self._faults.fetch()
-        updates = self._updates(present, due)
+        return present
+
+    def _refresh(self, updates: Sequence[MatrixUpdate], collector: Collector) -> None:
+        """The refreshes of the matrices that are due, from what was gathered for them."""
+        if not updates:
+            return
+        self._faults.fetch()
         uncovered: list[ParameterMatrix] = []
         for update in updates:
-            self._observe(update)
-        for update in updates:
-            if id(update.matrix) in due:
-                self._take_up(update, collector, uncovered)
-        if due:
-            self._faults.fetch()
-        directions: Directions = {}
-        for update in updates:
-            directions.update(by_parameter(update, *self._fit_to_share(update, *self._direction(update))))
-            if self._initialising:
-                self._initialised(update.group, update.state)
+            matrix, captures = update.matrix, self._captures(update.group)
+            gathered = collector.take(matrix)
+            matrix.missed = gathered is None and captures and not self._initialising
+            if captures and (matrix.source == "batch" or gathered is None):
+                uncovered.append(matrix)
+                gathered = None
+            held, status = dict(update.state), RefreshStatus(climb=self._faults.needs_help(matrix.name))
+            update.preconditioner.refresh(update, gathered, status)
+            self._conclude(update, held, status)
+        self._faults.fetch()
+        self._warn_uncovered(uncovered)
+
+    def _scatter(self, present: Sequence[ParameterMatrix], directions: Directions) -> None:
+        """The directions that owners have found, on all ranks."""
         for distributor in self._distributors:
             away = [m for m in present if self._distributor(m) is distributor and distributor.is_remote(m)]
             owned = {p: worked_out(p, directions[p]) for m in away for p in m.active_params if p in directions}
             directions.update(distributor.scatter_directions(away, owned) if away else {})
-        self._warn_uncovered(uncovered)
-        return {param: direction for param, direction in directions.items() if param.grad is not None}
 
     def _unfit(self, names: list[str], bad: Tensor) -> Tensor | None:
         """Counts the gradients that are not finite; one flag for the step, None where the host sees that all is well.
@@ -241,7 +220,7 @@ class BaseOptimizer(MatrixOptimizer):
             parts, rows = gradient_parts(matrix, group, given.get(id(matrix)))
             if self._skip is not None:  # the device knows whether: moving averages take in zeros, parameters nothing
                 parts = [part.masked_fill(self._skip.to(part.device), 0) for part in parts]
-            updates.append(MatrixUpdate(matrix, group, state, parts, rows))
+            updates.append(MatrixUpdate(self._preconditioner(matrix, group, state), parts, rows))
         return updates
 
     def _fit_to_share(self, update: MatrixUpdate, direction: Tensor | list[Product], rows: Tensor | None) -> Direction:
@@ -253,18 +232,6 @@ class BaseOptimizer(MatrixOptimizer):
             self._faults.note("steps", (update.matrix.name,), bad)
             direction = direction.masked_fill(bad, 0)
         return direction, rows
-
-    def _take_up(self, update: MatrixUpdate, collector: Collector, uncovered: list[ParameterMatrix]) -> None:
-        """The refresh of a matrix, from what was gathered for it."""
-        matrix = update.matrix
-        gathered = collector.take(matrix)
-        matrix.missed = gathered is None and self._captures(update.group) and not self._initialising
-        if self._captures(update.group) and (matrix.source == "batch" or gathered is None):
-            uncovered.append(matrix)
-            gathered = None
-        held, status = dict(update.state), RefreshStatus(climb=self._faults.needs_help(matrix.name))
-        self._refresh(update, gathered, status)
-        self._conclude(update, held, status)
 
     def _conclude(self, update: MatrixUpdate, held: State, status: RefreshStatus) -> None:
         """After a refresh has brought new state: the last good one again where it failed, and the ledger."""

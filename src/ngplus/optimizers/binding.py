@@ -24,6 +24,7 @@ from ngplus.distributed.collectives import DISTRIBUTIONS, Distributor, RankGroup
 from ngplus.distributed.sharded import shards_of
 from ngplus.optimizers import checkpoints, options
 from ngplus.optimizers.param_groups import check_model, check_parameters, inside, labels, with_names
+from ngplus.preconditioners.base import MatrixPreconditioner
 from ngplus.utils.typing import Group, State
 from ngplus.utils.validation import choice
 from ngplus.utils.warnings import no_such_name
@@ -93,9 +94,13 @@ class MatrixOptimizer(Optimizer):
         """Does this group's curvature come from captured factors?"""
         return True
 
+    def _preconditioner(self, matrix: ParameterMatrix, group: Group, state: State) -> MatrixPreconditioner:
+        """The preconditioner of a matrix, for one step."""
+        raise NotImplementedError
+
     def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
         """Is there curvature, of the size and precision that the matrix has at present?"""
-        raise NotImplementedError
+        return self._preconditioner(matrix, group, state).fits()
 
     def _collect(self, params: Mapping[nn.Parameter, str]) -> tuple[list[ParameterMatrix], list[Use]]:
         """The matrices that these parameters form, and the modules' uses of them that the capture watches."""

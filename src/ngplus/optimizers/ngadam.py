@@ -11,18 +11,17 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.matrices import ParameterMatrix, Use, collect, separate
 from ngplus.diagnostics.plan import Plan, PlanRow, state_bytes, unless_frozen
 from ngplus.distributed.collectives import Distributor
 from ngplus.fisher.blocks import BlockPartition, NoPartition, TwoSidedPartition
-from ngplus.optimizers.base import BaseOptimizer, Direction, MatrixUpdate
+from ngplus.optimizers.base import BaseOptimizer
 from ngplus.optimizers.options import check_learning_rate
 from ngplus.optimizers.update import adamw_steps
+from ngplus.preconditioners.base import MatrixPreconditioner
 from ngplus.preconditioners.curvature import Curvature
 from ngplus.preconditioners.roots import AdamPreconditioner, RootsPreconditioner, RowsPreconditioner, block_size
 from ngplus.reference import is_refresh
-from ngplus.utils.finite import RefreshStatus
 from ngplus.utils.typing import Group, State
 from ngplus.utils.validation import number
 
@@ -132,43 +131,11 @@ class NGAdam(BaseOptimizer):
             return False
         return is_refresh(group["step"] + 1, group["update_every"]) or not self._fitted(matrix)
 
-    def _preconditioner(
-        self, matrix: ParameterMatrix, group: Group, state: State
-    ) -> RootsPreconditioner | RowsPreconditioner | AdamPreconditioner:
-        betas, partition = tuple(group["betas"]), matrix.partition_of(group)
+    def _preconditioner(self, matrix: ParameterMatrix, group: Group, state: State) -> MatrixPreconditioner:
+        partition = matrix.partition_of(group)
         if isinstance(partition, TwoSidedPartition):
-            return RootsPreconditioner(state, betas, partition.size, partition.other_size)
-        if partition.stacks:
-            return RowsPreconditioner(state, betas, matrix.layout.cols, partition.size)
-        return AdamPreconditioner(state, betas, group["eps"])
-
-    def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
-        layout = matrix.layout
-        own = self._preconditioner(matrix, group, state)
-        return own.fits(matrix.groups, layout.rows, layout.cols, matrix.dtype, matrix.params[0].device)
-
-    def _observe(self, update: MatrixUpdate) -> None:
-        """Takes the gradient into the moving averages. Begins the state, or casts it where the model was cast."""
-        state, gradient = update.state, update.gradient
-        for key, value in state.items():
-            if isinstance(value, Tensor) and (value.dtype, value.device) != (gradient.dtype, gradient.device):
-                state[key] = value.to(gradient)
-        if not self._fits(update.matrix, update.group, state):
-            for key in [key for key in state if key != "refreshed"]:
-                del state[key]
-            self._preconditioner(update.matrix, update.group, state).begin(gradient)
-        self._preconditioner(update.matrix, update.group, state).update(gradient)
-
-    def _refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
-        status.climb = True  # an eigendecomposition that fails tells the host
-        self._preconditioner(update.matrix, update.group, update.state).refresh(status)
-
-    def _direction(self, update: MatrixUpdate) -> Direction:
-        own = self._preconditioner(update.matrix, update.group, update.state)
-        return own.precondition(update.gradient), update.rows
-
-    def _initialised(self, group: Group, state: State) -> None:
-        state["step"] = 0
+            return RootsPreconditioner(matrix, group, state)
+        return (RowsPreconditioner if partition.stacks else AdamPreconditioner)(matrix, group, state)
 
     # ---------------------------------------------------------------------------------------------- to look at
 

@@ -9,19 +9,17 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.calls import BatchDims, SampleIndex
 from ngplus.capture.collector import Collector, seed_of
-from ngplus.capture.matrices import ParameterMatrix, Use
+from ngplus.capture.matrices import ParameterMatrix
 from ngplus.diagnostics.plan import Plan, plan_of
 from ngplus.distributed.collectives import Distributor, ReplicatedDistributor
-from ngplus.fisher.inverses import Product
-from ngplus.optimizers.base import BaseOptimizer, Direction, MatrixUpdate
-from ngplus.optimizers.gradients import captured_scale
-from ngplus.optimizers.update import graft_length, with_length
+from ngplus.optimizers.base import BaseOptimizer
 from ngplus.preconditioners import curvature as curvatures
 from ngplus.preconditioners import sharing
-from ngplus.preconditioners.curvature import Curvature, CurvatureEstimate, Solved
+from ngplus.preconditioners.base import MatrixUpdate
+from ngplus.preconditioners.curvature import Curvature, Solved
+from ngplus.preconditioners.inverse import InversePreconditioner
 from ngplus.utils.finite import RefreshStatus
 from ngplus.utils.typing import Group, State
 from ngplus.utils.warnings import warn
@@ -163,54 +161,12 @@ class NGPlus(BaseOptimizer):
             )
         return {**param_group, "curvature": "batch"}
 
-    def _bound(self, uses: list[Use]) -> None:
-        self._held: dict[int, CurvatureEstimate] = {}  # L of this step's refresh, for curvature() until the next step
+    def _preconditioner(self, matrix: ParameterMatrix, group: Group, state: State) -> InversePreconditioner:
+        return InversePreconditioner(matrix, group, state, self._distributor(matrix))
 
     def _begin(self) -> None:
-        self._held.clear()
-
-    def _observe(self, update: MatrixUpdate) -> None:
-        if update.group["curvature"] == "batch":
-            estimate = curvatures.mini_batch(update.matrix, update.gradient, update.group, seed_of(update.group))
-            curvatures.online(update.state, estimate, update.group)
-
-    def _refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
-        """L or R, and its inverse."""
-        estimate = self._fresh(update, gathered, status)
-        if estimate is not None:
-            new = curvatures.solved(estimate, update.group, seed_of(update.group), status)
-            self._install(update.state, new, update.group)
-
-    def _fresh(
-        self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus
-    ) -> CurvatureEstimate | None:
-        """The curvature to be inverted; None where it is not finite and the last one stays in use."""
-        matrix, group, state = update.matrix, update.group, update.state
-        if group["curvature"] == "batch":
-            stacks = curvatures.read(state, "curvature")
-            assert stacks is not None
-            return CurvatureEstimate(stacks)
-        if gathered is None:
-            estimate = curvatures.mini_batch(matrix, update.gradient, group, seed_of(group))
-            if (
-                self._distributor(matrix) is not None
-            ):  # as from samples, where ranks add up L: a checkpoint has one form
-                estimate = CurvatureEstimate(estimate.dense())
-        else:
-            estimate = curvatures.per_sample(gathered, group, matrix.partition_of(group), captured_scale())
-        bad = ~estimate.finite()
-        dropped = status.looks(bad)
-        if dropped is not False:
-            status.add("dropped", bad)
-            if dropped and self._fits(matrix, group, state):
-                return None
-            estimate = estimate.zero_where(bad)
-            if dropped:
-                return estimate
-        if group["curvature"] == "momentum":
-            return curvatures.average(state, estimate, group)
-        self._held[id(matrix)] = estimate
-        return estimate
+        for matrix in self._matrices:
+            matrix.estimate = None
 
     def _share(
         self, distributor: Distributor, estimate: list[ParameterMatrix], collector: Collector, due: set[int]
@@ -224,69 +180,19 @@ class NGPlus(BaseOptimizer):
             due.discard(id(matrix))
             for param in matrix.params:
                 self.state.setdefault(param, {})
-            update = MatrixUpdate(matrix, self._group(matrix), self.state[matrix.params[0]], [])
+            own = self._preconditioner(matrix, self._group(matrix), self.state[matrix.params[0]])
+            update = MatrixUpdate(own, [])
             update.state["refreshed"] = self._measures(matrix)
             # Where all ranks keep the moving average, all have the sums; else the owner has.
             gathered = collector.take(matrix)
             known = gathered is not None and gathered.total is not None
             status = RefreshStatus(climb=True)  # what is sent is waited for anyway
-            latest = self._fresh(update, gathered, status) if known else None
+            latest = own.estimate(update, gathered, status) if known else None
             seed, owned = seed_of(update.group), distributor.owns(matrix)
             solved.append(sharing.solved(latest, update.state, update.group, seed, status) if owned else None)
             self._conclude(update, update.state, status)
         for matrix, new in zip(shared, sharing.send(distributor, shared, self._of_param, solved), strict=True):
-            self._install(self.state[matrix.params[0]], new, self._group(matrix))
-
-    def _install(self, state: State, new: Solved, group: Group) -> None:
-        """A refresh's result into the state, and out of it what other options than today's have left there."""
-        if group["curvature"] == "sample":
-            curvatures.clear(state, "curvature")
-        curvatures.install(state, new)
-
-    def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
-        held = next(
-            (stacks for key in ("inverse", "factor") if (stacks := curvatures.read(state, key)) is not None), None
-        )
-        return (
-            held is not None
-            and [x.shape[:2] for x in held] == matrix.partition_of(group).shapes
-            and held[0].dtype == matrix.dtype
-            and held[0].device == matrix.params[0].device
-        )
-
-    def _direction(self, update: MatrixUpdate) -> Direction:
-        """(lambda I + L)^-1 G or G (lambda I + R)^-1, [groups, m, n]."""
-        products = self._products(update)
-        if products is not None:
-            return products, update.rows
-        stacks = curvatures.apply(update.state, update.stacks(), update.group)
-        return self._grafted(update, update.merged(stacks)), update.rows
-
-    def _products(self, update: MatrixUpdate) -> list[Product] | None:
-        """The directions of the parameters as products that the update works out, where that is all there is to do."""
-        matrix, group = update.matrix, update.group
-        partition, distributor = matrix.partition_of(group), self._distributor(matrix)
-        if (
-            not matrix.straight
-            or partition.size != partition.d
-            or update.rows is not None
-            or group["graft"] is not None
-        ):
-            return None
-        if distributor is not None and distributor.is_remote(matrix):
-            return None
-        return curvatures.direction_products(update.state, update.parts, matrix.side(group["side"]), group)
-
-    def _grafted(self, update: MatrixUpdate, direction: Tensor) -> Tensor:
-        """At the step length of another method where one is grafted on."""
-        if update.group["graft"] is None:
-            return direction
-        return with_length(
-            direction, graft_length(update.state, update.gradient, update.group, update.rows is not None)
-        )
-
-    def _initialised(self, group: Group, state: State) -> None:
-        curvatures.add_placeholders(state, group)
+            self._preconditioner(matrix, self._group(matrix), self.state[matrix.params[0]]).install(new)
 
     # ---------------------------------------------------------------------------------------------- to look at
 
@@ -331,7 +237,7 @@ class NGPlus(BaseOptimizer):
                 "ranks that share the work on it: ask there"
             )
         state = self.state.get(matrix.params[0], {})
-        dense = curvatures.dense_curvature(state, matrix, group, self._held.get(id(matrix)))
+        dense = curvatures.dense_curvature(state, matrix, group, matrix.estimate)
         return Curvature(matrix.side(group["side"]), dense[0] if matrix.groups == 1 else dense)
 
     def state_dict(self) -> dict[str, Any]:
@@ -345,4 +251,4 @@ class NGPlus(BaseOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch.optim, but curvature keeps its own precision whatever the parameters' dtype."""
         super().load_state_dict(state_dict)
-        self._held.clear()
+        self._begin()

@@ -1,4 +1,4 @@
-"""From directions to parameters: grafted step lengths, weight decay, momentum, and the update itself."""
+"""From directions to parameters: weight decay, momentum, and the update itself."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ State = dict[str, Any]
 UpdateRule = Callable[
     [Mapping[str, Any], list[nn.Parameter], Sequence[Tensor | Product], MutableMapping[Tensor, State]], list[Tensor]
 ]
-
-# Of the step whose length graft="adam" takes.
-GRAFT_BETA2, GRAFT_EPS = 0.95, 1e-8
 
 
 def worked_out(param: nn.Parameter, direction: Tensor | Product) -> Tensor:
@@ -181,26 +178,3 @@ def _with_momentum(
     if dampening:
         return list(torch._foreach_lerp(list(steps), buffers, momentum))
     return list(torch._foreach_add(steps, buffers, alpha=momentum))
-
-
-def graft_length(state: State, gradient: Tensor, group: Group, sparse: bool) -> Tensor:
-    """The length of the step that the grafted method would make for this matrix."""
-    if group["graft"] == "sgd" or sparse:
-        return torch.linalg.vector_norm(gradient)
-    beta1, beta2 = group["momentum"], GRAFT_BETA2
-    if "graft_exp_avg" not in state or state["graft_exp_avg"].shape != gradient.shape or group["step"] == 0:
-        state["graft_exp_avg"], state["graft_exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
-        state["graft_step"] = 0
-    if state["graft_exp_avg"].dtype != gradient.dtype:  # the model was cast
-        for key in ("graft_exp_avg", "graft_exp_avg_sq"):
-            state[key] = state[key].to(gradient.dtype)
-    step = state["graft_step"] = int(state["graft_step"]) + 1
-    first = state["graft_exp_avg"].lerp_(gradient, 1 - beta1) / (1 - beta1**step)
-    second = state["graft_exp_avg_sq"].lerp_(gradient.square(), 1 - beta2) / (1 - beta2**step)
-    return torch.linalg.vector_norm(first / (second.sqrt() + GRAFT_EPS))
-
-
-def with_length(direction: Tensor, length: Tensor) -> Tensor:
-    """The direction at another length; a zero direction stays zero."""
-    norm = torch.linalg.vector_norm(direction)
-    return direction * torch.where(norm > 0, length / norm, torch.zeros_like(norm))

@@ -27,16 +27,19 @@ References:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import ceil
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ngplus.capture.accumulator import Accumulator
+from ngplus.capture.matrices import ParameterMatrix
+from ngplus.fisher.blocks import TwoSidedPartition
 from ngplus.fisher.inverses import inverse_root
+from ngplus.preconditioners.base import Direction, MatrixPreconditioner, MatrixUpdate
 from ngplus.utils.finite import RefreshStatus
-from ngplus.utils.typing import State
+from ngplus.utils.typing import Group, State
 
 DAMPING = 1e-5  # lambda, as a part of the mean eigenvalue; more in the first steps
 FLOOR = 1e-30  # of the trace: gradients of this squared norm and below count as zeros
@@ -85,137 +88,158 @@ def multiply(root: Tensor, x: Tensor) -> Tensor:
     return (root @ row_blocks(x, root.shape[-1])).unflatten(0, (groups, -1)).flatten(1, 2)[:, :m]
 
 
-@dataclass(frozen=True)
-class RootsPreconditioner:
-    """The direction of one matrix [groups, m, n], whose L has blocks of ``rows`` rows, and R of ``cols``."""
+class AveragingPreconditioner(MatrixPreconditioner):
+    """Moving averages that begin with zeros, and are cast where the model is."""
 
-    state: State
-    betas: tuple[float, float]
-    rows: int
-    cols: int
-
-    def update(self, gradient: Tensor) -> None:
-        """Takes the gradient into M, L and R."""
-        state, (beta1, beta2) = self.state, self.betas
+    def update(self, update: MatrixUpdate) -> None:
+        """Takes the gradient into the averages."""
+        state, gradient = self.state, update.gradient
+        for key, value in state.items():
+            if isinstance(value, Tensor) and (value.dtype, value.device) != (gradient.dtype, gradient.device):
+                state[key] = value.to(gradient)
+        if not self.fits():
+            for key in [key for key in state if key != "refreshed"]:
+                del state[key]
+            state["step"] = 0
+            self.begin(gradient)
         state["step"] += 1
+        self.average(gradient)
+
+    def begin(self, gradient: Tensor) -> None:
+        """The averages before the first step."""
+        raise NotImplementedError
+
+    def average(self, gradient: Tensor) -> None:
+        """The averages with one more gradient."""
+        raise NotImplementedError
+
+    def initialised(self) -> None:
+        self.state["step"] = 0
+
+    def _has(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Are tensors of these shapes there, in the precision of the matrix, and the number of steps?"""
+        state, place = self.state, (self.matrix.dtype, self.matrix.params[0].device)
+        return (
+            isinstance(state.get("step"), int)
+            and state["step"] >= 0
+            and all(
+                key in state and state[key].shape == shape and (state[key].dtype, state[key].device) == place
+                for key, shape in shapes.items()
+            )
+        )
+
+
+class RootsPreconditioner(AveragingPreconditioner):
+    """D = sqrt(tr L) (L + lambda I)^(-1/2) M (R + lambda I)^(-1/2), with L and R in the blocks of the matrix."""
+
+    def __init__(self, matrix: ParameterMatrix, group: Group, state: State) -> None:
+        super().__init__(matrix, group, state)
+        partition = matrix.partition_of(group)
+        assert isinstance(partition, TwoSidedPartition)
+        self.rows, self.cols = partition.size, partition.other_size
+
+    def fits(self) -> bool:
+        groups, m, n = self.matrix.groups, self.matrix.layout.rows, self.matrix.layout.cols
+        left = (groups * ceil(m / self.rows), self.rows, self.rows)
+        right = (groups * ceil(n / self.cols), self.cols, self.cols)
+        shapes = {"exp_avg": (groups, m, n), "left": left, "left_root": left, "right": right, "right_root": right}
+        return self._has(shapes)
+
+    def begin(self, gradient: Tensor) -> None:
+        groups, m, n = gradient.shape
+        self.state["exp_avg"] = torch.zeros_like(gradient)
+        self.state["left"] = gradient.new_zeros(groups * ceil(m / self.rows), self.rows, self.rows)
+        self.state["right"] = gradient.new_zeros(groups * ceil(n / self.cols), self.cols, self.cols)
+
+    def average(self, gradient: Tensor) -> None:
+        """M, L and R."""
+        state, (beta1, beta2) = self.state, self.group["betas"]
         state["exp_avg"].lerp_(gradient, 1 - beta1)
         state["left"].lerp_(products(gradient, self.rows), 1 - beta2)
         state["right"].lerp_(products(gradient.mT, self.cols), 1 - beta2)
 
-    def refresh(self, status: RefreshStatus) -> None:
+    def refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
         """Makes the roots of L and R anew."""
         state, (groups, m, n) = self.state, self.state["exp_avg"].shape
-        left, right = (state[key] / (1 - self.betas[1] ** state["step"]) for key in ("left", "right"))
+        status.climb = True  # an eigendecomposition that fails tells the host
+        left, right = (state[key] / (1 - self.group["betas"][1] ** state["step"]) for key in ("left", "right"))
         trace = left.diagonal(dim1=-2, dim2=-1).reshape(groups, -1).sum(1).clamp_min(FLOOR)
         damping = damping_at(state["step"])
         state["left_root"] = _root(left, damping / m * trace, status) * _each(trace.sqrt(), left)
         state["right_root"] = _root(right, damping / n * trace, status)
 
-    def precondition(self, gradient: Tensor) -> Tensor:
+    def precondition(self, update: MatrixUpdate) -> Direction:
         """D, before the learning rate."""
-        state, beta1, (_, m, n) = self.state, self.betas[0], gradient.shape
-        ahead = state["exp_avg"].lerp(gradient, 1 - beta1).div_(1 - beta1 ** state["step"])  # Nesterov's momentum
+        state, beta1, (_, m, n) = self.state, self.group["betas"][0], update.gradient.shape
+        ahead = state["exp_avg"].lerp(update.gradient, 1 - beta1).div_(1 - beta1 ** state["step"])  # Nesterov's
         direction = multiply(state["left_root"], multiply(state["right_root"], ahead.mT).mT)
-        return clip(direction, (m * n) ** 0.5)
-
-    def begin(self, gradient: Tensor) -> None:
-        """The state before the first step."""
-        groups, m, n = gradient.shape
-        self.state.update(step=0, exp_avg=torch.zeros_like(gradient))
-        self.state["left"] = gradient.new_zeros(groups * ceil(m / self.rows), self.rows, self.rows)
-        self.state["right"] = gradient.new_zeros(groups * ceil(n / self.cols), self.cols, self.cols)
-
-    def fits(self, groups: int, m: int, n: int, dtype: torch.dtype, device: torch.device) -> bool:
-        """Is there a state of this shape and precision?"""
-        left, right = ((groups * ceil(length / size), size, size) for length, size in ((m, self.rows), (n, self.cols)))
-        shapes = {"exp_avg": (groups, m, n), "left": left, "left_root": left, "right": right, "right_root": right}
-        return _has(self.state, shapes, dtype, device)
+        return clip(direction, (m * n) ** 0.5), update.rows
 
 
-@dataclass(frozen=True)
-class RowsPreconditioner:
+class RowsPreconditioner(AveragingPreconditioner):
     """The direction of the rows [1, r, n] of a sparse gradient: D = G (R + lambda I)^(-1/2), with R the mean over rows.
 
     Rows come and go: they have no momentum and no L, so that nothing of the table's size is kept.
     """
 
-    state: State
-    betas: tuple[float, float]
-    length: int  # n
-    cols: int
+    def __init__(self, matrix: ParameterMatrix, group: Group, state: State) -> None:
+        super().__init__(matrix, group, state)
+        self.cols = matrix.partition_of(group).size
 
-    def update(self, gradient: Tensor) -> None:
-        state = self.state
-        state["step"] += 1
-        mean = products(gradient.mT, self.cols) / max(1, gradient.shape[1])
-        state["right"].lerp_(mean, 1 - self.betas[1])
-
-    def refresh(self, status: RefreshStatus) -> None:
-        right = self.state["right"] / (1 - self.betas[1] ** self.state["step"])
-        diagonal = right.diagonal(dim1=-2, dim2=-1)
-        trace = diagonal.sum()[None].clamp_min(FLOOR)
-        self.state["right_root"] = _root(right, damping_at(self.state["step"]) / self.length * trace, status)
-
-    def precondition(self, gradient: Tensor) -> Tensor:
-        direction = multiply(self.state["right_root"], gradient.mT).mT
-        return clip(direction, max(1, gradient[0].numel()) ** 0.5)
+    def fits(self) -> bool:
+        shape = (ceil(self.matrix.layout.cols / self.cols), self.cols, self.cols)
+        return "exp_avg" not in self.state and self._has({"right": shape, "right_root": shape})
 
     def begin(self, gradient: Tensor) -> None:
-        self.state.update(step=0)
         self.state["right"] = gradient.new_zeros(ceil(gradient.shape[-1] / self.cols), self.cols, self.cols)
 
-    def fits(self, groups: int, m: int, n: int, dtype: torch.dtype, device: torch.device) -> bool:
-        shape = (ceil(n / self.cols), self.cols, self.cols)
-        return "exp_avg" not in self.state and _has(self.state, {"right": shape, "right_root": shape}, dtype, device)
+    def average(self, gradient: Tensor) -> None:
+        """R."""
+        mean = products(gradient.mT, self.cols) / max(1, gradient.shape[1])
+        self.state["right"].lerp_(mean, 1 - self.group["betas"][1])
+
+    def refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
+        status.climb = True
+        right = self.state["right"] / (1 - self.group["betas"][1] ** self.state["step"])
+        trace = right.diagonal(dim1=-2, dim2=-1).sum()[None].clamp_min(FLOOR)
+        damping = damping_at(self.state["step"]) / self.matrix.layout.cols
+        self.state["right_root"] = _root(right, damping * trace, status)
+
+    def precondition(self, update: MatrixUpdate) -> Direction:
+        direction = multiply(self.state["right_root"], update.gradient.mT).mT
+        return clip(direction, max(1, update.gradient[0].numel()) ** 0.5), update.rows
 
 
-@dataclass(frozen=True)
-class AdamPreconditioner:
+class AdamPreconditioner(AveragingPreconditioner):
     """Adam's direction with Nesterov's momentum, for vectors."""
 
-    state: State
-    betas: tuple[float, float]
-    eps: float
-
-    def update(self, gradient: Tensor) -> None:
-        state, (beta1, beta2) = self.state, self.betas
-        state["step"] += 1
-        state["exp_avg"].lerp_(gradient, 1 - beta1)
-        state["exp_avg_sq"].lerp_(gradient.square(), 1 - beta2)
-
-    def refresh(self, status: RefreshStatus) -> None:
-        """Nothing: there is no root to make."""
-
-    def precondition(self, gradient: Tensor) -> Tensor:
-        state, (beta1, beta2) = self.state, self.betas
-        ahead = state["exp_avg"].lerp(gradient, 1 - beta1).div_(1 - beta1 ** state["step"])
-        root = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt_()
-        return ahead.div_(root.add_(self.eps))
+    def fits(self) -> bool:
+        shape = (self.matrix.groups, self.matrix.layout.rows, self.matrix.layout.cols)
+        return self._has({"exp_avg": shape, "exp_avg_sq": shape})
 
     def begin(self, gradient: Tensor) -> None:
-        self.state.update(step=0, exp_avg=torch.zeros_like(gradient), exp_avg_sq=torch.zeros_like(gradient))
+        self.state.update(exp_avg=torch.zeros_like(gradient), exp_avg_sq=torch.zeros_like(gradient))
 
-    def fits(self, groups: int, m: int, n: int, dtype: torch.dtype, device: torch.device) -> bool:
-        return _has(self.state, {"exp_avg": (groups, m, n), "exp_avg_sq": (groups, m, n)}, dtype, device)
+    def average(self, gradient: Tensor) -> None:
+        """Both moments."""
+        beta1, beta2 = self.group["betas"]
+        self.state["exp_avg"].lerp_(gradient, 1 - beta1)
+        self.state["exp_avg_sq"].lerp_(gradient.square(), 1 - beta2)
+
+    def refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
+        """Nothing: there is no root to make."""
+
+    def precondition(self, update: MatrixUpdate) -> Direction:
+        state, (beta1, beta2) = self.state, self.group["betas"]
+        ahead = state["exp_avg"].lerp(update.gradient, 1 - beta1).div_(1 - beta1 ** state["step"])
+        root = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt_()
+        return ahead.div_(root.add_(self.group["eps"])), update.rows
 
 
 def clip(direction: Tensor, root_of_count: float) -> Tensor:
     """In place: a root mean square of ``MAX_RMS`` at most, of each group."""
     rms = torch.linalg.vector_norm(direction, dim=(-2, -1), keepdim=True) / root_of_count
     return direction.div_((rms / MAX_RMS).clamp_min_(1.0))
-
-
-def _has(state: State, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> bool:
-    """Are these tensors there, and the number of steps?"""
-    step = state.get("step")
-    return (
-        isinstance(step, int)
-        and step >= 0
-        and all(
-            key in state and state[key].shape == shape and (state[key].dtype, state[key].device) == (dtype, device)
-            for key, shape in shapes.items()
-        )
-    )
 
 
 def _root(x: Tensor, damping: Tensor, status: RefreshStatus) -> Tensor:

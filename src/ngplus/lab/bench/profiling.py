@@ -28,11 +28,12 @@ from ngplus.lab.figures import common
 # Within the step: the functions of the optimizer's frame, by their part.
 FRAME = {
     "_check": "checks",
-    "_with_gradients": "checks",
+    "_with_finite_gradients": "checks",
+    "_prepare": "checks",
     "_updates": "gradients",
-    "_take_up": "inverses",
-    "_observe": "averages",
-    "_direction": "directions",
+    "_refresh": "inverses",
+    "update": "averages",
+    "precondition": "directions",
     "by_parameter": "directions",
     "update_parameters": "update",
     "_advance": "arming",

@@ -1,0 +1,73 @@
+"""The preconditioner of one matrix: what every method gives to the step of :mod:`ngplus.optimizers.base`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ngplus.capture.accumulator import Accumulator
+from ngplus.capture.matrices import ParameterMatrix
+from ngplus.fisher.inverses import Product
+from ngplus.utils.finite import RefreshStatus
+from ngplus.utils.typing import Group, State
+
+# Of a matrix, or of each of its parameters as a product; like a gradient, with the rows that it touches.
+Direction = tuple[Tensor | list[Product], Tensor | None]
+
+
+class MatrixPreconditioner:
+    """The preconditioner of a matrix by the options of its group. Its tensors are in ``state``, a plain dict."""
+
+    def __init__(self, matrix: ParameterMatrix, group: Group, state: State) -> None:
+        self.matrix, self.group, self.state = matrix, group, state
+
+    def fits(self) -> bool:
+        """Is there a state, of the size and precision that the matrix has at present?"""
+        raise NotImplementedError
+
+    def update(self, update: MatrixUpdate) -> None:
+        """Takes in the gradient of a step, in every step and before a refresh."""
+
+    def refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
+        """Makes new curvature, in new tensors of the state; without ``gathered``, from the mini-batch gradient.
+
+        Curvature that is not finite is noted in ``status`` as "dropped". Where the host can see that, the state stays
+        as it is; elsewhere zeros stand in for it, and the optimizer keeps the last good state.
+        """
+        raise NotImplementedError
+
+    def precondition(self, update: MatrixUpdate) -> Direction:
+        """The preconditioned gradient [groups, m, n]; of a sparse one, the rows touched and their indices."""
+        raise NotImplementedError
+
+    def initialised(self) -> None:
+        """After a step that only initialises the state."""
+
+
+class MatrixUpdate:
+    """One matrix in one step. ``parts`` are the gradients of its parameters, [groups, m, n_k], that stand side by side.
+    Of a sparse gradient, they hold the rows touched, and ``rows`` their indices."""
+
+    def __init__(self, preconditioner: MatrixPreconditioner, parts: list[Tensor], rows: Tensor | None = None) -> None:
+        self.preconditioner, self.parts, self.rows = preconditioner, parts, rows
+        self.matrix, self.group, self.state = preconditioner.matrix, preconditioner.group, preconditioner.state
+        self._joined: Tensor | None = None
+
+    @property
+    def gradient(self) -> Tensor:
+        """[groups, m, n], joined where it is asked for."""
+        if self._joined is None:
+            self._joined = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, dim=-1)
+        return self._joined
+
+    def stacks(self) -> list[Tensor]:
+        """The gradient with its curved dimension first, in the blocks of its matrix."""
+        side = self.matrix.side(self.group["side"])
+        return self.matrix.partition_of(self.group).split(self.gradient if side == "left" else self.gradient.mT)
+
+    def merged(self, stacks: Sequence[Tensor]) -> Tensor:
+        """The way back: [groups, m, n]."""
+        whole = self.matrix.partition_of(self.group).merge(stacks)
+        return whole if self.matrix.side(self.group["side"]) == "left" else whole.mT
