@@ -64,7 +64,7 @@ def block_size(length: int, other: int, unit: int = 1) -> int:
 
 def damping_at(step: int) -> float:
     """lambda, as a part of the mean eigenvalue. L and R of few gradients are of low rank: it is 1 / t^2 at first."""
-    return max(DAMPING, step**-2)
+    return max(DAMPING, 1.0 / (step * step))
 
 
 def row_blocks(x: Tensor, rows: int) -> Tensor:
