@@ -85,3 +85,13 @@ def test_the_page_has_the_tables_of_its_runs(tool: ModuleType) -> None:
     lines = [line for text in tool.tables(rows) for line in text.splitlines() if line.startswith("| ")]
     assert len(lines) > 12
     assert [line for line in lines if line not in page] == []
+
+
+def test_the_readme_has_the_steps_of_the_runs(tool: ModuleType) -> None:
+    rows = [json.loads(line) for line in (ROOT / "docs" / "results" / "standard.jsonl").read_text().splitlines()]
+    lines = tool.tables(rows)
+    start = next(i for i, line in enumerate(lines) if line.startswith("Steps to the baseline's"))
+    shown = (ROOT / "README.md").read_text().splitlines()
+    for label, name in {"NGAdam": tool.CHOSEN, "SOAP": "soap", "Muon": "muon"}.items():
+        row = next(line for line in lines[start:] if line.startswith(f"| {name} |"))
+        assert row.replace(f"| {name} |", f"| {label} |") in shown

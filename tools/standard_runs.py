@@ -30,6 +30,7 @@ from ngplus.lab.tune import TUNING_SEED
 
 WORKLOADS = ("shakespeare", "multi30k", "cifar10", "qm9", "materials")
 BASELINE, RIVALS = "adamw", ("adamw", "soap", "muon")
+CHOSEN = "roots-5-decay"  # the form of NGAdam
 SEEDS = (0, 1, 2)
 SCORES = {"whole_loss": "loss on the whole validation text", "bleu": "BLEU on the test set"}
 FIRST_RATES = {"adamw": (0.001, 0.002, 0.004, 0.008)}
