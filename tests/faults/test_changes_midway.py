@@ -191,6 +191,6 @@ def test_the_samples_are_found(kind: str) -> None:
     optimizer = ngplus.NGPlus(model, batch_dim=dim)
     model(*given)[0].square().mean().backward()
     optimizer.step()
-    matrix = optimizer._find("head.weight")
+    matrix = optimizer._find_matrix("head.weight")
     assert matrix.seen == (6, 7 if kind == "states" else 1)
     assert optimizer.plan()["head.weight"].source == "sample"

@@ -247,7 +247,7 @@ class KFAC(Rival):
 
     def factors(self, which: str | nn.Parameter) -> KroneckerFactors:
         """A and G of a parameter, by name or as it is: their moving averages, so ``beta`` must not be 0."""
-        matrix = self._find(which)
+        matrix = self._find_matrix(which)
         state = self.state.get(matrix.params[0], {})
         if "input" not in state:
             raise RuntimeError(f"{matrix.name!r} keeps no Kronecker factors: see plan(), and beta, which must not be 0")

@@ -21,7 +21,7 @@ from ngplus.fisher import inverses
 from ngplus.fisher.factors import Bags, Factors, Joined, Lookup, Outer, Rows, as_lookup
 from ngplus.fisher.factors.base import take
 from ngplus.fisher.products import CHUNK_BYTES
-from ngplus.optimizers.binding import OF_ALL_RANKS
+from ngplus.optimizers.matrix_optimizer import ON_ALL_RANKS
 from ngplus.optimizers.options import check_samples
 from ngplus.preconditioners.base import Direction, MatrixPreconditioner, MatrixUpdate
 from ngplus.utils.finite import RefreshStatus, all_finite
@@ -79,7 +79,7 @@ class WoodburyPreconditioner(MatrixPreconditioner):
                 return
             parts, gram = [(0, Rows(torch.zeros_like(gradient[:, None])))], torch.zeros_like(gram[:1, :1])
         damping = torch.as_tensor(group["damping"], dtype=gram.dtype, device=gram.device)
-        for key in [key for key in state if key not in OF_ALL_RANKS]:
+        for key in [key for key in state if key not in ON_ALL_RANKS]:
             del state[key]
         _write(state, parts)
         state.update(core=inverses.dense_inverse(gram[None], damping, status)[0], damping=damping)

@@ -64,10 +64,6 @@ class ParameterMatrix:
         self.layout = Layout(
             [self.params[i].shape for i in self.parts], [self.kinds[i] for i in self.parts], self.groups
         )
-        # Do its parts have the order and precision of their parameters? Of vectors alone it is not asked: they are
-        # small, and many are updated in one call.
-        precise = all(param.dtype == self.dtype for param in self.active_params)
-        self.straight = precise and "transposed" not in self.layout.kinds and "rows" in self.layout.kinds
         return True
 
     @property

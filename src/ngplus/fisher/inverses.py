@@ -9,8 +9,6 @@ Tensors only: nothing here knows layers or optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -20,76 +18,6 @@ from ngplus.utils.finite import RefreshStatus
 
 # Damping grows by this factor, this often, before a matrix that will not factorise is handed to float64.
 GROWTH, RETRIES = 10.0, 4
-
-
-class Product:
-    """A direction that is still to be worked out: P / lambda + sum_k A_k B_k, [groups, m, n]; without P, the sum alone.
-
-    Momentum can then be a part of the products, buffer <- momentum * buffer + A B, and the direction is never written.
-    """
-
-    is_sparse = False
-
-    def __init__(
-        self, terms: Sequence[tuple[Tensor, Tensor]], plain: Tensor | None = None, damping: Tensor | None = None
-    ) -> None:
-        self.terms, self.plain, self.damping = terms, plain, damping
-
-    def tensor(self) -> Tensor:
-        """The direction, [groups, m, n]."""
-        terms = self.terms
-        if self.plain is not None and self.damping is not None:
-            total = self.plain / self.damping
-        else:
-            total, terms = terms[0][0] @ terms[0][1], terms[1:]
-        for a, b in terms:
-            _add_product(total, a, b, 1.0)
-        return total
-
-    def add_to(self, buffer: Tensor, momentum: float) -> None:
-        """buffer <- momentum * buffer + direction, momentum > 0; the buffer has any shape with as many entries."""
-        groups, m, n = len(self.terms[0][0]), self.terms[0][0].shape[1], self.terms[0][1].shape[2]
-        if not buffer.is_contiguous() or buffer.dtype != self.terms[0][0].dtype:
-            buffer.mul_(momentum).add_(self.tensor().reshape(buffer.shape))
-            return
-        total = buffer.view(groups, m, n)
-        if self.plain is not None and self.damping is not None:
-            total.addcdiv_(self.plain, self.damping * momentum)  # the product multiplies it with the momentum
-        for i, (a, b) in enumerate(self.terms):
-            _add_product(total, a, b, 1.0 if i else momentum)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: float) -> None:
-    """total <- beta total + A B."""
-    if len(total) == 1:
-        total[0].addmm_(a[0], b[0], beta=beta)
-    else:
-        total.baddbmm_(a, b, beta=beta)
-
-
-def inverse_products(inverse: Tensor, parts: Sequence[Tensor], side: str) -> list[Product]:
-    """M G or G M, M symmetric, for a gradient G, [groups, m, n], that comes in parts which stand side by side.
-
-    Of each part its own product: on the left M G_k; on the right sum_j G_j M_jk.
-    """
-    if side == "left":
-        return [Product([(inverse, part)]) for part in parts]
-    widths = [part.shape[-1] for part in parts]
-    stripes = inverse.split(widths, dim=-1)
-    return [Product(list(zip(parts, stripe.split(widths, dim=-2), strict=True))) for stripe in stripes]
-
-
-def woodbury_products(
-    factor: Tensor, core: Tensor, damping: Tensor, parts: Sequence[Tensor], side: str
-) -> list[Product]:
-    """:func:`woodbury_apply` for a gradient in parts: on the left (G_k - U C U^T G_k) / lambda, on the right
-    (G_k - (sum_j G_j U_j) C U_k^T) / lambda."""
-    scaled = core / -damping
-    if side == "left":
-        return [Product([(factor, scaled @ (factor.mT @ part))], part, damping) for part in parts]
-    rows = factor.split([part.shape[-1] for part in parts], dim=-2)
-    thin = Product(list(zip(parts, rows, strict=True))).tensor() @ scaled
-    return [Product([(thin, own.mT)], part, damping) for part, own in zip(parts, rows, strict=True)]
 
 
 def damped(matrix: Tensor, damping: Tensor) -> Tensor:

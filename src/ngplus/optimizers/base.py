@@ -1,8 +1,7 @@
-"""An optimizer whose curvature comes from the capture: the frame that NG+ and its rivals share.
+"""The step that all optimizers of ngplus have in common: Algorithm 1 of the paper.
 
-``step`` reads like Algorithm 1 of the paper: take the gradients, refresh the curvature where it is due, turn
-gradients into directions, update the parameters, arm the capture for the next refresh. A method says what it gathers,
-how a refresh turns that into state, and how state turns a gradient into a direction.
+A method defines the preconditioner of a matrix (:mod:`ngplus.preconditioners`), the update rule
+(:mod:`ngplus.optimizers.update`) and the steps with a refresh (``_refresh_rule``).
 """
 
 from __future__ import annotations
@@ -17,35 +16,35 @@ from ngplus.capture.layers.base import no_mixed_precision
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.diagnostics.health import FETCH_EVERY, Health
 from ngplus.distributed.collectives import Distributor, add_up
-from ngplus.fisher.inverses import Product
-from ngplus.optimizers.binding import MatrixOptimizer
-from ngplus.optimizers.gradients import agree, gradient_norms, gradient_parts
-from ngplus.optimizers.update import UpdateRule, sgd_steps, update_parameters, worked_out
-from ngplus.preconditioners.base import Direction, MatrixUpdate
+from ngplus.optimizers.gradients import agree, gradient_matrix, gradient_norms, refuse_sparse_decay
+from ngplus.optimizers.matrix_optimizer import MatrixOptimizer
+from ngplus.optimizers.update import UpdateRule, sgd_steps, update_parameters
+from ngplus.preconditioners.base import MatrixPreconditioner, MatrixUpdate
 from ngplus.utils.dtensor import like
 from ngplus.utils.finite import RefreshStatus, keep_last_good, norms_of, read_if_on_host, zero_where
 from ngplus.utils.typing import State
 from ngplus.utils.warnings import warn
 
-Directions = dict[nn.Parameter, Tensor | Product]  # of all parameters of a step
+Directions = dict[nn.Parameter, Tensor]
 
 
 class BaseOptimizer(MatrixOptimizer):
-    """The step. A method gives the preconditioner of a matrix (``_preconditioner``) and the rule of the update."""
+    """An optimizer with :meth:`step`."""
 
     _update_rule: UpdateRule = staticmethod(sgd_steps)
-    _initialising = False
-    _skip: Tensor | None = None  # on an accelerator: is this step to change nothing?
+    _decoupled_weight_decay = False  # it skips the rows of sparse gradients; that of SGD refuses them
+    _initialising = False  # this step only initialises the state
+    _skip: Tensor | None = None  # a flag on an accelerator: this step changes nothing
 
     # ---------------------------------------------------------------------------------------------- of each method
 
     def _begin(self) -> None:
-        """What a method does at the beginning of a step, on every rank."""
+        """Called at the beginning of a step, on every rank."""
 
-    def _share(
-        self, distributor: Distributor, estimate: list[ParameterMatrix], collector: Collector, due: set[int]
+    def _refresh_replicated(
+        self, distributor: Distributor, matrices: list[ParameterMatrix], collector: Collector, due: set[int]
     ) -> None:
-        """Refreshes the matrices whose curvature every rank of a team keeps; they are due no more."""
+        """Refreshes the matrices whose curvature all ranks have, and removes them from ``due``."""
 
     # ---------------------------------------------------------------------------------------------- the step
 
@@ -76,7 +75,8 @@ class BaseOptimizer(MatrixOptimizer):
         due = {id(m) for m in self._matrices if self._due(m)}  # k mod T == 0
         for distributor in self._distributors:  # L_k or R_k over all ranks
             asked = [m for m in distributor.matrices if id(m) in due and self._captures(self._group(m))]
-            self._share(distributor, add_up(distributor, collector, asked, self._of_param), collector, due)
+            summed = add_up(distributor, collector, asked, self._group_of_param)
+            self._refresh_replicated(distributor, summed, collector, due)
         present = self._with_finite_gradients(collector)
         if present is None:
             return None
@@ -86,8 +86,8 @@ class BaseOptimizer(MatrixOptimizer):
         self._refresh([update for update in updates if id(update.matrix) in due], collector)
         directions: Directions = {}
         for update in updates:
-            direction = update.preconditioner.precondition(update)
-            directions.update(by_parameter(update, *self._fit_to_share(update, *direction)))
+            direction, rows = update.preconditioner.precondition(update)
+            directions.update(by_parameter(update, self._finite_if_sent(update, direction), rows))
             if self._initialising:
                 update.preconditioner.initialised()
         self._scatter(present, directions)
@@ -95,7 +95,7 @@ class BaseOptimizer(MatrixOptimizer):
 
     @torch.no_grad()
     def _replace_gradients(self) -> None:
-        """Each .grad becomes its direction: for another optimizer's step. Zeros where there is no finite one."""
+        """Replaces each .grad by its direction, for another optimizer's step; by zeros where that is not finite."""
         with no_mixed_precision(next(iter(self._names)).device):
             directions = self._directions()
         if directions is None:
@@ -103,7 +103,7 @@ class BaseOptimizer(MatrixOptimizer):
                 for param in self._names:
                     param.grad = None if param.grad is None else torch.zeros_like(param.grad)
         elif directions:
-            params, made = list(directions), [worked_out(p, d) for p, d in directions.items()]
+            params, made = list(directions), list(directions.values())
             parts = [d.values() if d.is_sparse else d for d in made]
             bad = ~norms_of(parts).isfinite()
             zero_where(bad if self._skip is None else bad | self._skip.to(bad.device), parts)
@@ -116,7 +116,7 @@ class BaseOptimizer(MatrixOptimizer):
     # ---------------------------------------------------------------------------------------------- its parts
 
     def _prepare(self) -> Collector:
-        """Checks what may have changed since the last step, and ends the collection."""
+        """Checks the options, follows changes of the parameters since the last step, and ends the capture."""
         for group in self.param_groups:
             self._check(group)
         changed = [matrix for matrix in self._matrices if matrix.update_layout()]  # frozen or cast since the pass
@@ -126,7 +126,7 @@ class BaseOptimizer(MatrixOptimizer):
         self._skip = None
         collector.finish()
         for matrix in changed:
-            collector.take(matrix)  # of the parameters that it had before
+            collector.take(matrix)  # its sums are of the parameters that it had before
         self._find_replicas()
         return collector
 
@@ -141,16 +141,16 @@ class BaseOptimizer(MatrixOptimizer):
                 )
             return None
         self._faults.steps += 1
-        self._skip = self._unfit(names, ~norms.isfinite())
+        self._skip = self._flag_non_finite(names, ~norms.isfinite())
         if self._skip is not None and read_if_on_host(self._skip):
-            collector.forget()  # the step is left out as if there had been none
+            collector.forget()
             return None
         # Distributed checkpoints make a step with lr = 0 and zero gradients, only to have the state initialised.
         self._initialising = all(is_zero(g["lr"]) for g in self.param_groups) and not bool(norms.any())
         return present
 
     def _refresh(self, updates: Sequence[MatrixUpdate], collector: Collector) -> None:
-        """The refreshes of the matrices that are due, from what was gathered for them."""
+        """Refreshes these matrices from what was captured for them, or from their mini-batch gradients."""
         if not updates:
             return
         self._faults.fetch()
@@ -164,22 +164,20 @@ class BaseOptimizer(MatrixOptimizer):
                 gathered = None
             held, status = dict(update.state), RefreshStatus(climb=self._faults.needs_help(matrix.name))
             update.preconditioner.refresh(update, gathered, status)
-            self._conclude(update, held, status)
+            self._conclude(update.preconditioner, held, status)
         self._faults.fetch()
         self._warn_uncovered(uncovered)
 
     def _scatter(self, present: Sequence[ParameterMatrix], directions: Directions) -> None:
-        """The directions that owners have found, on all ranks."""
+        """Sends the directions that owners have computed to all ranks."""
         for distributor in self._distributors:
             away = [m for m in present if self._distributor(m) is distributor and distributor.is_remote(m)]
-            owned = {p: worked_out(p, directions[p]) for m in away for p in m.active_params if p in directions}
+            owned = {p: directions[p] for m in away for p in m.active_params if p in directions}
             directions.update(distributor.scatter_directions(away, owned) if away else {})
 
-    def _unfit(self, names: list[str], bad: Tensor) -> Tensor | None:
-        """Counts the gradients that are not finite; one flag for the step, None where the host sees that all is well.
-
-        Averaged gradients are the same on all ranks, and of sharded ones the ranks have agreed: all decide alike.
-        """
+    def _flag_non_finite(self, names: list[str], bad: Tensor) -> Tensor | None:
+        """Counts the gradients that are not finite. Returns one flag for the step; None where the host sees that all
+        are finite. All ranks decide the same, since averaged gradients are equal and ranks with shards have agreed."""
         seen = read_if_on_host(bad)
         if seen is not None and not any(seen):
             return None
@@ -188,8 +186,8 @@ class BaseOptimizer(MatrixOptimizer):
         return bad.any()
 
     def _with_gradients(self) -> tuple[list[ParameterMatrix], list[str], Tensor]:
-        """The matrices of this step, and the names and norms of the gradients. A team that exchanges gradients or
-        directions in every step agrees on them first."""
+        """The matrices of this step, and the names and norms of the gradients. Ranks that exchange gradients or
+        directions in every step agree on them first."""
         busy = [
             distributor for distributor in self._distributors if any(map(distributor.is_remote, distributor.matrices))
         ]
@@ -203,7 +201,7 @@ class BaseOptimizer(MatrixOptimizer):
         return present, names, norms
 
     def _updates(self, present: Sequence[ParameterMatrix], due: set[int]) -> list[MatrixUpdate]:
-        """The parts of this step that are done on this rank. A matrix's curvature is in its first parameter's state."""
+        """The matrices whose directions this rank computes. A matrix's curvature is in its first parameter's state."""
         updates = []
         given: dict[int, list[Tensor]] = {}
         for distributor in self._distributors:
@@ -212,38 +210,40 @@ class BaseOptimizer(MatrixOptimizer):
             for param in (param for matrix in present for param in matrix.params):
                 self.state.setdefault(param, {})
         for matrix in present:
-            group, state, its_team = self._group(matrix), self.state[matrix.params[0]], self._distributor(matrix)
+            group, state, its_own = self._group(matrix), self.state[matrix.params[0]], self._distributor(matrix)
             if id(matrix) in due:
-                state["refreshed"] = self._measures(matrix)
-            if its_team is not None and not its_team.keeps(matrix):
+                state["refreshed"] = self._refresh_key(matrix)
+            if its_own is not None and not its_own.keeps(matrix):
                 continue
-            parts, rows = gradient_parts(matrix, group, given.get(id(matrix)))
-            if self._skip is not None:  # the device knows whether: moving averages take in zeros, parameters nothing
-                parts = [part.masked_fill(self._skip.to(part.device), 0) for part in parts]
-            updates.append(MatrixUpdate(self._preconditioner(matrix, group, state), parts, rows))
+            if not self._decoupled_weight_decay:
+                refuse_sparse_decay(matrix, group)
+            grads: Sequence[Tensor | None] = given.get(id(matrix)) or [p.grad for p in matrix.active_params]
+            gradient, rows = gradient_matrix(matrix, group, grads)
+            if self._skip is not None:  # moving averages take in zeros
+                gradient = gradient.masked_fill(self._skip.to(gradient.device), 0)
+            updates.append(MatrixUpdate(self._preconditioner(matrix, group, state), gradient, rows))
         return updates
 
-    def _fit_to_share(self, update: MatrixUpdate, direction: Tensor | list[Product], rows: Tensor | None) -> Direction:
-        """A direction that is handed out in parts: the owner decides for all ranks whether it is finite."""
+    def _finite_if_sent(self, update: MatrixUpdate, direction: Tensor) -> Tensor:
+        """The direction; zeros if its owner is to send it and it is not finite. The owner decides for all ranks."""
         distributor = self._distributor(update.matrix)
-        if distributor is not None and distributor.is_remote(update.matrix):
-            assert isinstance(direction, Tensor)
-            bad = ~norms_of([direction]).isfinite()
-            self._faults.note("steps", (update.matrix.name,), bad)
-            direction = direction.masked_fill(bad, 0)
-        return direction, rows
+        if distributor is None or not distributor.is_remote(update.matrix):
+            return direction
+        bad = ~norms_of([direction]).isfinite()
+        self._faults.note("steps", (update.matrix.name,), bad)
+        return direction.masked_fill(bad, 0)
 
-    def _conclude(self, update: MatrixUpdate, held: State, status: RefreshStatus) -> None:
-        """After a refresh has brought new state: the last good one again where it failed, and the ledger."""
+    def _conclude(self, preconditioner: MatrixPreconditioner, held: State, status: RefreshStatus) -> None:
+        """Ends a refresh: restores the state before it, ``held``, where it has failed, and counts its faults."""
         if status.unsolved is not None:
-            keep_last_good(update.state, held, status.unsolved)
+            keep_last_good(preconditioner.state, held, status.unsolved)
         for kind, flag in (("dropped", status.dropped), ("retried", status.retried), ("plain", status.plain)):
             if flag is not None:  # in a step that is skipped anyway, the gradients are the fault
                 fault = flag if self._skip is None else flag & ~self._skip.to(flag.device)
-                self._faults.note(kind, (update.matrix.name,), fault[None])
+                self._faults.note(kind, (preconditioner.matrix.name,), fault[None])
 
     def _advance(self) -> None:
-        """k <- k + 1, and the capture armed for the matrices that are due in the next step."""
+        """k <- k + 1; arms the capture of the matrices that are due in the next step."""
         for group in self.param_groups:
             if not self._initialising:
                 group["step"] += 1
@@ -254,7 +254,7 @@ class BaseOptimizer(MatrixOptimizer):
             self._faults.fetch()
 
     def health(self) -> Health:
-        """What went wrong and was put right since the optimizer was made: steps skipped, refreshes dropped, layers.
+        """Counts of skipped steps and failed refreshes since the optimizer was made, by layer.
 
         Examples:
             >>> ngplus.NGPlus(nn.Linear(3, 2)).health().good
@@ -263,7 +263,7 @@ class BaseOptimizer(MatrixOptimizer):
         return self._faults.health()
 
     def _warn_uncovered(self, uncovered: list[ParameterMatrix]) -> None:
-        """One warning, until the parameters are others, with the names of all that has no per-sample curvature."""
+        """Warns once, until the parameters change, of those without per-sample curvature."""
         if self._warned or self._initialising or not uncovered:
             return
         self._warned = True
@@ -277,16 +277,12 @@ class BaseOptimizer(MatrixOptimizer):
 
 
 def is_zero(lr: float | Tensor) -> bool:
-    """Of a learning rate; one on an accelerator is not looked at."""
+    """Is a learning rate zero? One on an accelerator is not read."""
     return float(lr) == 0.0 if not isinstance(lr, Tensor) or lr.is_cpu else False
 
 
-def by_parameter(
-    update: MatrixUpdate, direction: Tensor | list[Product], rows: Tensor | None
-) -> Mapping[nn.Parameter, Tensor | Product]:
-    """A matrix's direction as those of its parameters."""
-    if isinstance(direction, list):
-        return dict(zip(update.matrix.active_params, direction, strict=True))
+def by_parameter(update: MatrixUpdate, direction: Tensor, rows: Tensor | None) -> Mapping[nn.Parameter, Tensor]:
+    """The direction of a matrix as those of its parameters; sparse where ``rows`` are the indices of its rows."""
     if rows is not None:
         first = update.matrix.params[0]
         values = direction[0].to(first.dtype).contiguous()

@@ -14,36 +14,36 @@ from ngplus.utils.dtensor import local
 from ngplus.utils.finite import norms_of
 
 
-def gradient_parts(
-    matrix: ParameterMatrix, group: Mapping[str, Any], given: Sequence[Tensor] | None = None
-) -> tuple[list[Tensor], Tensor | None]:
-    """G, [groups, m, n], as the parts that stand side by side in it, one for each trained parameter. Of a sparse
-    gradient only the rows that it touches, and their indices.
-
-    ``given`` are the gradients of the trained parameters where they had to be put together from several ranks.
-    """
-    grads = [p.grad for p in matrix.active_params] if given is None else list(given)
+def gradient_matrix(
+    matrix: ParameterMatrix, group: Mapping[str, Any], grads: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """G, [groups, m, n], from the gradients of the trained parameters of a matrix. Where G is sparse and R is its only
+    curvature, returns the rows of G that are not zero, [1, r, n], and their indices."""
     rows, first = None, grads[0]
     if first is not None and first.is_sparse:
-        if group["weight_decay"] != 0 and "momentum" in group:  # decoupled weight decay leaves sparse rows alone
-            raise RuntimeError(
-                f"weight_decay option is not compatible with the sparse gradient of {matrix.name!r}: give it a "
-                "parameter group with weight_decay=0"
-            )
         first = first.coalesce()
         one_sided = len(matrix.partition_of(group).sides("right")) == 1
         right = matrix.fixed_partition is not None or matrix.side(group.get("side", "smaller")) == "right"
         if len(grads) == 1 and one_sided and right and matrix.kinds[0] == "rows":
             rows = first.indices()
-        grads[0] = first.values().flatten(1) if rows is not None else first.to_dense()
-    if rows is not None:
-        assert grads[0] is not None
-        parts = [grads[0][None]]
+        else:
+            grads = [first.to_dense(), *grads[1:]]
+    if rows is not None and first is not None:
+        gradient = first.values().flatten(1)[None]
     else:
         pairs = zip(matrix.active_params, grads, strict=True)
-        parts = matrix.layout.parts([torch.zeros_like(p) if g is None else g for p, g in pairs])
-    parts = [part.to(matrix.dtype) for part in parts]
-    return ([-part for part in parts] if group["maximize"] else parts), rows
+        gradient = matrix.layout.join([torch.zeros_like(p) if g is None else g for p, g in pairs])
+    gradient = gradient.to(matrix.dtype)
+    return (-gradient if group["maximize"] else gradient), rows
+
+
+def refuse_sparse_decay(matrix: ParameterMatrix, group: Mapping[str, Any]) -> None:
+    """Raises as torch.optim.SGD does: its weight decay would change rows without a gradient."""
+    if group["weight_decay"] != 0 and any(p.grad is not None and p.grad.is_sparse for p in matrix.params):
+        raise RuntimeError(
+            f"weight_decay option is not compatible with the sparse gradient of {matrix.name!r}: give it a "
+            "parameter group with weight_decay=0"
+        )
 
 
 def gradient_norms(matrices: Iterable[ParameterMatrix]) -> tuple[list[str], Tensor]:

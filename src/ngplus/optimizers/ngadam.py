@@ -72,9 +72,10 @@ class NGAdam(BaseOptimizer):
             (default: ``"communication"``).
     """
 
-    _needed = ("lr", "betas", "update_every", "step")
-    _own_keys = ()
+    _identifying_options = ("lr", "betas", "update_every", "step")
+    _keys_in_param_dtype = ()
     _update_rule = staticmethod(adamw_steps)
+    _decoupled_weight_decay = True
 
     def __init__(
         self,
@@ -109,6 +110,10 @@ class NGAdam(BaseOptimizer):
             number(f"beta parameter at index {i}", beta, top=1.0, open_top=True)
         number("eps", group["eps"])
 
+    @staticmethod
+    def _refresh_rule(step: int, update_every: int) -> bool:
+        return is_refresh(step + 1, update_every)
+
     def _captures(self, group: Mapping[str, Any]) -> bool:
         return False
 
@@ -122,14 +127,11 @@ class NGAdam(BaseOptimizer):
         for matrix in self._matrices:
             grad = matrix.params[0].grad
             if grad is not None and grad.is_sparse and not matrix.sparse:
-                matrix.sparse = True  # of parameters without their module, the gradient is the first to tell
+                matrix.sparse = True  # without the module, the first gradient shows it
                 matrix.fixed_partition = _partition(matrix)
 
     def _due(self, matrix: ParameterMatrix) -> bool:
-        group = self._group(matrix)
-        if not matrix.partition_of(group).stacks:
-            return False
-        return is_refresh(group["step"] + 1, group["update_every"]) or not self._fitted(matrix)
+        return bool(matrix.partition_of(self._group(matrix)).stacks) and super()._due(matrix)  # vectors have no roots
 
     def _preconditioner(self, matrix: ParameterMatrix, group: Group, state: State) -> MatrixPreconditioner:
         partition = matrix.partition_of(group)
@@ -137,10 +139,10 @@ class NGAdam(BaseOptimizer):
             return RootsPreconditioner(matrix, group, state)
         return (RowsPreconditioner if partition.stacks else AdamPreconditioner)(matrix, group, state)
 
-    # ---------------------------------------------------------------------------------------------- to look at
+    # ---------------------------------------------------------------------------------------------- inspection
 
     def plan(self, batch_size: int | None = None, positions: int | Mapping[str, int] = 1) -> Plan:
-        """What each parameter gets: shape, blocks, bytes of state, FLOPs of a step and of a refresh.
+        """The shape, blocks, bytes of state, FLOPs of a step and of a refresh of each parameter.
 
         ``batch_size`` times ``positions`` are the rows of a sparse gradient.
 
@@ -160,7 +162,7 @@ class NGAdam(BaseOptimizer):
         return Plan(tuple(rows))
 
     def curvature(self, which: str | nn.Parameter) -> Curvature:
-        """The smaller one of L and R of a parameter, dense, by name or as it is: its moving average.
+        """The moving average of L or R, the smaller one, of a parameter given by its name or as a tensor. It is dense.
 
         Examples:
             >>> model = nn.Linear(4, 2)
@@ -171,7 +173,7 @@ class NGAdam(BaseOptimizer):
             >>> side, tuple(matrix.shape)
             ('left', (2, 2))
         """
-        matrix = self._find(which)
+        matrix = self._find_matrix(which)
         state = self.state.get(matrix.params[0], {})
         if "right" not in state:
             raise RuntimeError(
@@ -186,7 +188,7 @@ class NGAdam(BaseOptimizer):
 
 
 def _partition(matrix: ParameterMatrix) -> BlockPartition:
-    """The blocks of both sides; of rows that come and go R's; of vectors none."""
+    """The blocks of both sides; those of R for sparse gradients; none for vectors."""
     groups, m, n = matrix.groups, matrix.layout.rows, matrix.layout.cols
     if matrix.kinds[0] == "column" or min(m, n) == 0:
         return NoPartition(groups, m, m)
@@ -200,7 +202,7 @@ def _partition(matrix: ParameterMatrix) -> BlockPartition:
 def _row(
     matrix: ParameterMatrix, rows: int, partition: BlockPartition, state: State, distributor: Distributor | None
 ) -> PlanRow:
-    """``rows`` are those of a gradient."""
+    """The row of plan(); ``rows`` is the number of rows of the gradient."""
     m, n, groups = matrix.layout.rows, matrix.layout.cols, matrix.groups
     sides: Sequence[BlockPartition] = [own for _, own in partition.sides("left")]
     both = len(sides) == 2

@@ -17,7 +17,6 @@ from ngplus.distributed.collectives import Distributor, ReplicatedDistributor
 from ngplus.optimizers.base import BaseOptimizer
 from ngplus.preconditioners import curvature as curvatures
 from ngplus.preconditioners import sharing
-from ngplus.preconditioners.base import MatrixUpdate
 from ngplus.preconditioners.curvature import Curvature, Solved
 from ngplus.preconditioners.inverse import InversePreconditioner
 from ngplus.utils.finite import RefreshStatus
@@ -96,7 +95,7 @@ class NGPlus(BaseOptimizer):
             (default: ``"communication"``).
     """
 
-    _hinted = False  # that the module would give curvature from samples
+    _hinted = False  # has the hint been given that the module would bring per-sample curvature?
 
     def __init__(
         self,
@@ -168,36 +167,35 @@ class NGPlus(BaseOptimizer):
         for matrix in self._matrices:
             matrix.estimate = None
 
-    def _share(
-        self, distributor: Distributor, estimate: list[ParameterMatrix], collector: Collector, due: set[int]
+    def _refresh_replicated(
+        self, distributor: Distributor, matrices: list[ParameterMatrix], collector: Collector, due: set[int]
     ) -> None:
-        """Of a matrix that every rank keeps, the owner finds the inverse, and all get it."""
+        """The owner of a matrix computes its inverse and sends it to all ranks."""
         if not isinstance(distributor, ReplicatedDistributor):
             return
-        shared = [matrix for matrix in estimate if distributor.shares(matrix)]
-        solved: list[Solved | None] = []
+        shared = [matrix for matrix in matrices if distributor.shares(matrix)]
+        found: list[Solved | None] = []
         for matrix in shared:
             due.discard(id(matrix))
             for param in matrix.params:
                 self.state.setdefault(param, {})
             own = self._preconditioner(matrix, self._group(matrix), self.state[matrix.params[0]])
-            update = MatrixUpdate(own, [])
-            update.state["refreshed"] = self._measures(matrix)
-            # Where all ranks keep the moving average, all have the sums; else the owner has.
-            gathered = collector.take(matrix)
-            known = gathered is not None and gathered.total is not None
-            status = RefreshStatus(climb=True)  # what is sent is waited for anyway
-            latest = own.estimate(update, gathered, status) if known else None
-            seed, owned = seed_of(update.group), distributor.owns(matrix)
-            solved.append(sharing.solved(latest, update.state, update.group, seed, status) if owned else None)
-            self._conclude(update, update.state, status)
-        for matrix, new in zip(shared, sharing.send(distributor, shared, self._of_param, solved), strict=True):
+            own.state["refreshed"] = self._refresh_key(matrix)
+            gathered = collector.take(matrix)  # with sums at the owner; with a moving average, at all ranks
+            status = RefreshStatus(climb=True)
+            latest = None
+            if gathered is not None and gathered.total is not None:
+                latest = own.estimate(None, gathered, status)
+            seed, owned = seed_of(own.group), distributor.owns(matrix)
+            found.append(sharing.solved(latest, own.state, own.group, seed, status) if owned else None)
+            self._conclude(own, own.state, status)
+        for matrix, new in zip(shared, sharing.send(distributor, shared, self._group_of_param, found), strict=True):
             self._preconditioner(matrix, self._group(matrix), self.state[matrix.params[0]]).install(new)
 
-    # ---------------------------------------------------------------------------------------------- to look at
+    # ---------------------------------------------------------------------------------------------- inspection
 
     def plan(self, batch_size: int | None = None, positions: int | Mapping[str, int] = 1) -> Plan:
-        """What each parameter gets: shape, side, solver, blocks, bytes of state, FLOPs of a step and of a refresh.
+        """The shape, side, solver, blocks, bytes of state, FLOPs of a step and of a refresh of each parameter.
 
         Before the first refresh the samples and positions of the layers are not known; ``batch_size`` and ``positions``
         (one number, or one by the name of a matrix's first parameter) stand in for them.
@@ -212,8 +210,8 @@ class NGPlus(BaseOptimizer):
         return plan_of(entries, batch_size, positions)
 
     def curvature(self, which: str | nn.Parameter) -> Curvature:
-        """The side and the dense L or R of a parameter, by name or as it is. Where it has blocks, it is zero outside of
-        them.
+        """The side and the dense L or R of a parameter, given by its name or as a tensor. It is zero outside of its
+        blocks.
 
         With ``curvature="momentum"`` or ``"batch"`` it is the moving average. With ``"sample"`` it is that of the last
         refresh, exact until the next step; later, where only the inverse is kept, recovered from it, with
@@ -229,7 +227,7 @@ class NGPlus(BaseOptimizer):
             >>> side, tuple(matrix.shape)
             ('left', (2, 2))
         """
-        matrix = self._find(which)
+        matrix = self._find_matrix(which)
         group, distributor = self._group(matrix), self._distributor(matrix)
         if distributor is not None and not distributor.keeps(matrix):
             raise RuntimeError(
@@ -242,13 +240,13 @@ class NGPlus(BaseOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim."""
-        for matrix in self._matrices:  # a distributed checkpoint may be loaded where others are kept: it looks for all
+        for matrix in self._matrices:  # a distributed checkpoint has the keys of every solver
             state = self.state.get(matrix.params[0], {})
             if "inverse" in state:
                 curvatures.add_placeholders(state, self._group(matrix))
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch.optim, but curvature keeps its own precision whatever the parameters' dtype."""
+        """Loads a state, as in torch.optim; curvature keeps its own dtype."""
         super().load_state_dict(state_dict)
         self._begin()

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ngplus.fisher.inverses import Product
 from ngplus.utils.dtensor import like, local
 from ngplus.utils.finite import LONGEST_STEP, norms_of, read_if_on_host, zero_where
+from ngplus.utils.typing import Group, State
 
-Group = dict[str, Any]
-State = dict[str, Any]
-UpdateRule = Callable[
-    [Mapping[str, Any], list[nn.Parameter], Sequence[Tensor | Product], MutableMapping[Tensor, State]], list[Tensor]
-]
-
-
-def worked_out(param: nn.Parameter, direction: Tensor | Product) -> Tensor:
-    return direction.tensor().reshape(param.shape) if isinstance(direction, Product) else direction
+# From the options of a group, its parameters, their directions and their states to their steps.
+UpdateRule = Callable[[Group, list[nn.Parameter], list[Tensor], MutableMapping[Tensor, State]], list[Tensor]]
 
 
 def update_parameters(
-    group: Mapping[str, Any],
-    directions: Mapping[nn.Parameter, Tensor | Product],
+    group: Group,
+    directions: Mapping[nn.Parameter, Tensor],
     states: MutableMapping[Tensor, State],
     rule: UpdateRule,
     skip: Tensor | None = None,
 ) -> tuple[list[nn.Parameter], Tensor]:
-    """W <- W - lr * step, where ``rule`` makes the steps of the directions: :func:`sgd_steps`, :func:`adamw_steps`.
+    """W <- W - lr * step, where ``rule`` makes the steps of dense directions: :func:`sgd_steps`, :func:`adamw_steps`.
+    A sparse direction is a step: its rows have no momentum and no weight decay.
 
-    A step that would leave its parameter not finite is left out, and its momentum begins anew: the parameters are
+    A step that would leave its parameter not finite is left out, and its momentum is reset: the parameters are
     returned with a flag for each, [n]. Where ``skip`` is set, no parameter changes.
     """
     lr = group["lr"]
@@ -43,7 +36,10 @@ def update_parameters(
     params = [param for param in dict.fromkeys(group["params"]) if param in directions]  # torch allows duplicates
     if not params:
         return params, torch.zeros(0, dtype=torch.bool)
-    steps = rule(group, params, [directions[param] for param in params], states)
+    dense = [param for param in params if not directions[param].is_sparse]
+    made = rule(group, dense, [directions[param] for param in dense], states) if dense else []
+    ready = {**directions, **dict(zip(dense, made, strict=True))}
+    steps = [ready[param] for param in params]
     parts = [local(param) for param in params]
     bad = _too_long(parts, steps, lr)
     _subtract(parts, steps, lr, bad if skip is None else bad | skip)
@@ -55,66 +51,47 @@ def update_parameters(
 
 
 def adamw_steps(
-    group: Mapping[str, Any],
-    params: list[nn.Parameter],
-    directions: Sequence[Tensor | Product],
-    states: MutableMapping[Tensor, State],
+    group: Group, params: list[nn.Parameter], directions: list[Tensor], states: MutableMapping[Tensor, State]
 ) -> list[Tensor]:
-    """The directions with decoupled weight decay, as in torch.optim.AdamW. Rows of a sparse gradient have none."""
-    steps = [worked_out(param, direction) for param, direction in zip(params, directions, strict=True)]
-    if group["weight_decay"] != 0:
-        dense = [i for i, step in enumerate(steps) if not step.is_sparse]
-        weights = [local(params[i]) for i in dense]
-        decayed = torch._foreach_add([steps[i] for i in dense], weights, alpha=group["weight_decay"]) if dense else ()
-        for i, step in zip(dense, decayed, strict=True):
-            steps[i] = step
-    return steps
+    """The directions with decoupled weight decay, as in torch.optim.AdamW."""
+    return _with_weight_decay(group, params, directions)
 
 
 def sgd_steps(
-    group: Mapping[str, Any],
-    params: list[nn.Parameter],
-    directions: Sequence[Tensor | Product],
-    states: MutableMapping[Tensor, State],
+    group: Group, params: list[nn.Parameter], directions: list[Tensor], states: MutableMapping[Tensor, State]
 ) -> list[Tensor]:
-    """The directions with the weight decay and momentum of torch.optim.SGD.
+    """The directions with the weight decay and momentum of torch.optim.SGD."""
+    steps = _with_weight_decay(group, params, directions)
+    momentum = group["momentum"]
+    if momentum == 0:
+        return steps
+    # Adam's step length already counts the past: a plain sum of such steps would be 1 / (1 - momentum) times as long.
+    dampening = momentum if group.get("graft") == "adam" else 0.0
+    old, new = [], []
+    for param, step in zip(params, steps, strict=True):
+        state = states[param]
+        if "momentum_buffer" not in state or group["step"] == 0:
+            state["momentum_buffer"] = like(param, step.clone())
+            continue
+        if state["momentum_buffer"].dtype != param.dtype:  # the model was cast
+            state["momentum_buffer"] = state["momentum_buffer"].to(param.dtype)
+        old.append(local(state["momentum_buffer"]))
+        new.append(step)
+    if old:
+        torch._foreach_mul_(old, momentum)
+        torch._foreach_add_(old, new, alpha=1 - dampening)
+    buffers = [local(states[param]["momentum_buffer"]) for param in params]
+    if not group["nesterov"]:
+        return buffers
+    if dampening:
+        return list(torch._foreach_lerp(steps, buffers, momentum))
+    return list(torch._foreach_add(steps, buffers, alpha=momentum))
 
-    Rows of a sparse gradient come and go: they get no momentum, and weight decay refuses them, as SGD does.
-    """
-    decay, momentum = group["weight_decay"], group["momentum"]
-    for param in params if momentum != 0 else ():
-        held = states[param].get("momentum_buffer")
-        if held is not None and held.dtype != param.dtype:  # the model was cast
-            states[param]["momentum_buffer"] = held.to(param.dtype)
-    in_product = momentum != 0 and not group["nesterov"] and group["step"] > 0
-    steps: list[Tensor] = []
-    added, rest = [], []  # those whose momentum is a part of their product, and all others that are not sparse
-    for i, (param, direction) in enumerate(zip(params, directions, strict=True)):
-        if in_product and isinstance(direction, Product) and "momentum_buffer" in states[param]:
-            steps.append(states[param]["momentum_buffer"])
-            direction.add_to(steps[-1], momentum)
-            added.append(i)
-        else:
-            steps.append(worked_out(param, direction))
-            if not direction.is_sparse:
-                rest.append(i)
 
-    def pick(tensors: Sequence[Tensor], which: list[int]) -> list[Tensor]:
-        return [tensors[i] for i in which]
-
-    def replace(which: list[int], new: Sequence[Tensor]) -> None:
-        for i, step in zip(which, new, strict=True):
-            steps[i] = step
-
-    weights = [local(param) for param in params]  # of sharded parameters, the part that is here
-    if decay != 0:
-        if added:
-            torch._foreach_add_(pick(steps, added), pick(weights, added), alpha=decay)
-        if rest:
-            replace(rest, torch._foreach_add(pick(steps, rest), pick(weights, rest), alpha=decay))
-    if rest and momentum != 0:
-        replace(rest, _with_momentum(group, [params[i] for i in rest], pick(steps, rest), states))
-    return steps
+def _with_weight_decay(group: Group, params: list[nn.Parameter], directions: list[Tensor]) -> list[Tensor]:
+    if group["weight_decay"] == 0:
+        return directions
+    return list(torch._foreach_add(directions, [local(p) for p in params], alpha=group["weight_decay"]))
 
 
 def _too_long(params: Sequence[Tensor], steps: list[Tensor], lr: float | Tensor) -> Tensor:
@@ -152,29 +129,3 @@ def _masked(step: Tensor, flag: Tensor) -> Tensor:
         return step.masked_fill(flag, 0)
     values = step.values().masked_fill(flag, 0)
     return torch.sparse_coo_tensor(step.indices(), values, step.shape, is_coalesced=True, check_invariants=False)
-
-
-def _with_momentum(
-    group: Mapping[str, Any], params: list[nn.Parameter], steps: list[Tensor], states: MutableMapping[Tensor, State]
-) -> list[Tensor]:
-    momentum = group["momentum"]
-    # Adam's step length already counts the past: a plain sum of such steps would be 1 / (1 - momentum) times as long.
-    dampening = momentum if group.get("graft") == "adam" else 0.0
-    old: list[Tensor] = []
-    estimate: list[Tensor] = []
-    for param, step in zip(params, steps, strict=True):
-        state = states[param]
-        if "momentum_buffer" not in state or group["step"] == 0:
-            state["momentum_buffer"] = like(param, step.clone())
-        else:
-            old.append(local(state["momentum_buffer"]))
-            estimate.append(step)
-    if old:
-        torch._foreach_mul_(old, momentum)
-        torch._foreach_add_(old, estimate, alpha=1 - dampening)
-    buffers = [local(states[param]["momentum_buffer"]) for param in params]
-    if not group["nesterov"]:
-        return buffers
-    if dampening:
-        return list(torch._foreach_lerp(list(steps), buffers, momentum))
-    return list(torch._foreach_add(steps, buffers, alpha=momentum))

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.matrices import ParameterMatrix
-from ngplus.fisher.inverses import Product
 from ngplus.utils.finite import RefreshStatus
 from ngplus.utils.typing import Group, State
 
-# Of a matrix, or of each of its parameters as a product; like a gradient, with the rows that it touches.
-Direction = tuple[Tensor | list[Product], Tensor | None]
+Direction = tuple[Tensor, Tensor | None]  # D and, of a sparse gradient, the indices of its rows
 
 
 class MatrixPreconditioner:
@@ -47,20 +44,12 @@ class MatrixPreconditioner:
 
 
 class MatrixUpdate:
-    """One matrix in one step. ``parts`` are the gradients of its parameters, [groups, m, n_k], that stand side by side.
-    Of a sparse gradient, they hold the rows touched, and ``rows`` their indices."""
+    """One matrix in one step, with its gradient G [groups, m, n]. Of a sparse one, ``gradient`` holds the rows that are
+    not zero, [1, r, n], and ``rows`` their indices."""
 
-    def __init__(self, preconditioner: MatrixPreconditioner, parts: list[Tensor], rows: Tensor | None = None) -> None:
-        self.preconditioner, self.parts, self.rows = preconditioner, parts, rows
+    def __init__(self, preconditioner: MatrixPreconditioner, gradient: Tensor, rows: Tensor | None = None) -> None:
+        self.preconditioner, self.gradient, self.rows = preconditioner, gradient, rows
         self.matrix, self.group, self.state = preconditioner.matrix, preconditioner.group, preconditioner.state
-        self._joined: Tensor | None = None
-
-    @property
-    def gradient(self) -> Tensor:
-        """[groups, m, n], joined where it is asked for."""
-        if self._joined is None:
-            self._joined = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, dim=-1)
-        return self._joined
 
     def stacks(self) -> list[Tensor]:
         """The gradient with its curved dimension first, in the blocks of its matrix."""
@@ -68,6 +57,6 @@ class MatrixUpdate:
         return self.matrix.partition_of(self.group).split(self.gradient if side == "left" else self.gradient.mT)
 
     def merged(self, stacks: Sequence[Tensor]) -> Tensor:
-        """The way back: [groups, m, n]."""
+        """The inverse of ``stacks``: [groups, m, n]."""
         whole = self.matrix.partition_of(self.group).merge(stacks)
         return whole if self.matrix.side(self.group["side"]) == "left" else whole.mT

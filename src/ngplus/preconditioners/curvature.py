@@ -211,18 +211,6 @@ def apply(state: State, stacks: list[Tensor], group: Group) -> list[Tensor]:
     ]
 
 
-def direction_products(state: State, parts: Sequence[Tensor], side: str, group: Group) -> list[inverses.Product] | None:
-    """The same for a gradient in parts, [groups, m, n_k], that is not cut into blocks: the direction of each part as a
-    product. None where it has no such form."""
-    inverse = read(state, "inverse")
-    if inverse is not None:
-        return inverses.inverse_products(inverse[0], parts, side)
-    factor, core = read(state, "factor"), read(state, "core")
-    if factor is None or core is None or group["solver"] == "sketched":
-        return None
-    return inverses.woodbury_products(factor[0], core[0], state["damping"], parts, side)
-
-
 def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: CurvatureEstimate | None) -> Tensor:
     """L or R, [groups, d, d]: as it was gathered, or recovered from what the steps keep."""
     partition = matrix.partition_of(group)

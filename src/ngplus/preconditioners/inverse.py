@@ -9,7 +9,6 @@ from ngplus.capture.collector import seed_of
 from ngplus.capture.loss_scale import captured_scale
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.distributed.collectives import Distributor
-from ngplus.fisher.inverses import Product
 from ngplus.preconditioners import curvature as curvatures
 from ngplus.preconditioners.base import Direction, MatrixPreconditioner, MatrixUpdate
 from ngplus.preconditioners.curvature import CurvatureEstimate, Solved
@@ -44,21 +43,23 @@ class InversePreconditioner(MatrixPreconditioner):
             curvatures.online(self.state, estimate, self.group)
 
     def refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
-        estimate = self.estimate(update, gathered, status)
+        estimate = self.estimate(update.gradient, gathered, status)
         if estimate is not None:
             self.install(curvatures.solved(estimate, self.group, seed_of(self.group), status))
 
     def estimate(
-        self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus
+        self, gradient: Tensor | None, gathered: Accumulator | None, status: RefreshStatus
     ) -> CurvatureEstimate | None:
-        """The curvature to be inverted; None where it is not finite and the last one stays in use."""
+        """The curvature to be inverted, from ``gathered`` or else from the gradient; None where it is not
+        finite and the last one stays in use."""
         matrix, group, state = self.matrix, self.group, self.state
         if group["curvature"] == "batch":
             stacks = curvatures.read(state, "curvature")
             assert stacks is not None
             return CurvatureEstimate(stacks)
         if gathered is None:
-            estimate = curvatures.mini_batch(matrix, update.gradient, group, seed_of(group))
+            assert gradient is not None
+            estimate = curvatures.mini_batch(matrix, gradient, group, seed_of(group))
             if self._distributor is not None:  # as from samples, where ranks add up L: a checkpoint has one form
                 estimate = CurvatureEstimate(estimate.dense())
         else:
@@ -84,20 +85,8 @@ class InversePreconditioner(MatrixPreconditioner):
         curvatures.install(self.state, new)
 
     def precondition(self, update: MatrixUpdate) -> Direction:
-        products = self._products(update)
-        if products is not None:
-            return products, update.rows
         stacks = curvatures.apply(self.state, update.stacks(), self.group)
         return self._grafted(update, update.merged(stacks)), update.rows
-
-    def _products(self, update: MatrixUpdate) -> list[Product] | None:
-        """The directions of the parameters as products that the update works out, where that is all there is to do."""
-        matrix, group, partition = self.matrix, self.group, self.matrix.partition_of(self.group)
-        if not matrix.straight or partition.size != partition.d or update.rows is not None or group["graft"]:
-            return None
-        if self._distributor is not None and self._distributor.is_remote(matrix):
-            return None
-        return curvatures.direction_products(self.state, update.parts, matrix.side(group["side"]), group)
 
     def _grafted(self, update: MatrixUpdate, direction: Tensor) -> Tensor:
         """At the step length of another method where one is grafted on."""

@@ -1,14 +1,11 @@
-"""An optimizer whose parameters are bound to matrices: which matrix has which parameters, options, ranks and capture.
-
-What stands here changes rarely: construction, a new parameter group, the ranks found, a checkpoint loaded. Whether a
-matrix is due for a refresh, every T steps, is told from here, too. The step itself is in
-:mod:`ngplus.optimizers.base`.
+"""An optimizer without its step: construction, parameter groups, the matrices that parameters form, refreshes that are
+due, and checkpoints. The step is in :mod:`ngplus.optimizers.base`.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,19 +26,25 @@ from ngplus.utils.typing import Group, State
 from ngplus.utils.validation import choice
 from ngplus.utils.warnings import no_such_name
 
-# Arguments that no group has for itself.
-OF_ALL = ("model", "batch_dim", "sample_index", "process_group", "distribution")
-OF_ALL_RANKS = ("momentum_buffer", "refreshed")  # state that not only the owner has
+# Arguments of the optimizer that a parameter group does not take.
+NOT_IN_GROUPS = ("model", "batch_dim", "sample_index", "process_group", "distribution")
+ON_ALL_RANKS = ("momentum_buffer", "refreshed")  # state that every rank has, and not only the owner
 # Options that decide whether a matrix is due for a refresh.
-ARMING = ("step", "update_every", "curvature", "side", "block_size", "sketch")
+REFRESH_OPTIONS = ("step", "update_every", "curvature", "side", "block_size", "sketch")
+
+
+def every(step: int, update_every: int) -> bool:
+    """k mod T == 0."""
+    return step % update_every == 0
 
 
 class MatrixOptimizer(Optimizer):
-    """Parameters, options, matrices, teams and the capture of one optimizer, and the checkpoints of its state."""
+    """An optimizer whose parameters form matrices, each with a preconditioner and, on several ranks, a distributor."""
 
     _accumulator_type: type[Accumulator] = Accumulator
-    _needed: tuple[str, ...] = ("lr", "damping", "update_every", "step")  # options that tell a state of this optimizer
-    _own_keys: tuple[str, ...] = ("momentum_buffer",)  # state that has the parameter's dtype; all else keeps its own
+    _refresh_rule: Callable[[int, int], bool] = staticmethod(every)  # from k and T: is this a step with a refresh?
+    _identifying_options: tuple[str, ...] = ("lr", "damping", "update_every", "step")  # in every checkpoint
+    _keys_in_param_dtype: tuple[str, ...] = ("momentum_buffer",)  # as torch has it; other state keeps its own
 
     def __init__(
         self,
@@ -86,37 +89,30 @@ class MatrixOptimizer(Optimizer):
                 f"None of the parameters is one of model=, a {type(self._model).__name__}: give the model that they "
                 "are of, as it is now (a copy, or one that was sharded since, has others)"
             )
-        self._watch()
+        self._bind_parameters()
 
     # ---------------------------------------------------------------------------------------------- of each method
 
     def _captures(self, group: Mapping[str, Any]) -> bool:
-        """Does this group's curvature come from captured factors?"""
+        """Does this group's curvature come from captured per-sample gradients?"""
         return True
 
     def _preconditioner(self, matrix: ParameterMatrix, group: Group, state: State) -> MatrixPreconditioner:
         """The preconditioner of a matrix, for one step."""
         raise NotImplementedError
 
-    def _fits(self, matrix: ParameterMatrix, group: Group, state: State) -> bool:
-        """Is there curvature, of the size and precision that the matrix has at present?"""
-        return self._preconditioner(matrix, group, state).fits()
-
     def _collect(self, params: Mapping[nn.Parameter, str]) -> tuple[list[ParameterMatrix], list[Use]]:
-        """The matrices that these parameters form, and the modules' uses of them that the capture watches."""
+        """The matrices that these parameters form, and the modules' uses of them, for the capture."""
         return collect(self._model, params)
-
-    def _bound(self, uses: list[Use]) -> None:
-        """After parameters have been bound to matrices."""
 
     def _check(self, group: Mapping[str, Any]) -> None:
         """ValueError for the first option that does not make sense."""
         options.check(group)
 
-    # ---------------------------------------------------------------------------------------------- binding
+    # ---------------------------------------------------------------------------------------------- matrices
 
-    def _watch(self) -> None:
-        """Binds parameters to matrices and installs the capture; again whenever the parameters change."""
+    def _bind_parameters(self) -> None:
+        """Forms the matrices of all parameters and installs the hooks; called again when the parameters change."""
         if self._collector is not None:
             self._collector.remove()
         self._faults = self.__dict__.get("_faults") or FaultCounter()
@@ -127,30 +123,31 @@ class MatrixOptimizer(Optimizer):
             given = group.get("param_names") or labels(g, len(group["params"]))
             names.update({p: in_model.get(p, label) for p, label in zip(group["params"], given, strict=True)})
         self._names = names
-        self._of_param: dict[nn.Parameter, Group] = {p: group for group in self.param_groups for p in group["params"]}
-        # Empty parameters have no matrix and no step.
+        self._group_of_param: dict[nn.Parameter, Group] = {
+            p: group for group in self.param_groups for p in group["params"]
+        }
+        # Empty parameters have no matrix.
         self._matrices, uses = self._collect({p: name for p, name in names.items() if p.numel() > 0})
-        self._of_matrix = {id(matrix): self._of_param[matrix.params[0]] for matrix in self._matrices}
-        # A matrix that has an owner keeps it: its curvature is there.
+        self._group_of_matrix = {id(matrix): self._group_of_param[matrix.params[0]] for matrix in self._matrices}
+        # A matrix keeps its owner, which has its curvature.
         old: list[Distributor] = self.__dict__.get("_distributors", [])
         self._owners = {m.params[0]: distributor.owners[id(m)] for distributor in old for m in distributor.matrices}
         self._distributors: list[Distributor] = list(
-            shards_of(self._matrices, self._model, self._of_param, self._owners, self._ranks)
+            shards_of(self._matrices, self._model, self._group_of_param, self._owners, self._ranks)
         )
         self._distributor_of = {
             id(matrix): distributor for distributor in self._distributors for matrix in distributor.matrices
         }
-        self._collector = Collector(self._matrices, self._of_param, self._accumulator_type, self._arm_anew)
+        self._collector = Collector(self._matrices, self._group_of_param, self._accumulator_type, self._rearm)
         self._find_replicas()
         if self._model is not None and any(map(self._captures, self.param_groups)):
             self._collector.watch(self._model, uses, self._batch_dim, self._sample_index, self._compiled)
-        self._bound(uses)
         self._arm()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch.optim; the new parameters' first refresh is at the next step."""
+        """Adds a parameter group, as in torch.optim. The first refresh of its parameters is at the next step."""
         if isinstance(param_group, dict):
-            if misplaced := [name for name in OF_ALL if name in param_group]:
+            if misplaced := [name for name in NOT_IN_GROUPS if name in param_group]:
                 raise ValueError(
                     f"A parameter group takes no {', '.join(misplaced)}: give it to {type(self).__name__} itself, "
                     "where it is for all groups"
@@ -169,17 +166,17 @@ class MatrixOptimizer(Optimizer):
             self.param_groups.pop()
             raise
         if self._matrices:
-            self._watch()
+            self._bind_parameters()
 
     def _without_model(self, param_group: dict[str, Any]) -> dict[str, Any]:
-        """A group whose curvature would come from samples, without the module that sees them."""
+        """The options of a group whose curvature would come from samples, if there is no module to capture them."""
         raise ValueError(
             f"{type(self).__name__} takes its curvature from the samples that the model sees: give the module in place "
             "of its parameters, or as model="
         )
 
     def _find_replicas(self) -> None:
-        """The team of the plain parameters; the model may be put into a DistributedDataParallel after the optimizer."""
+        """Finds the ranks of parameters that are not sharded. DistributedDataParallel may wrap the model later."""
         assert self._collector is not None
         ranks = self._ranks or RankGroup.of(self._collector.wrapper, None)
         if ranks is None or any(isinstance(distributor, ReplicatedDistributor) for distributor in self._distributors):
@@ -187,33 +184,33 @@ class MatrixOptimizer(Optimizer):
         plain = [m for m in self._matrices if self._distributor(m) is None]
         if plain:
             self._distributors.append(
-                ReplicatedDistributor(ranks, plain, self._of_param, self._distribution, self._owners)
+                ReplicatedDistributor(ranks, plain, self._group_of_param, self._distribution, self._owners)
             )
             self._distributor_of.update({id(matrix): self._distributors[-1] for matrix in plain})
-            self._drop_what_others_keep()
+            self._drop_remote_state()
 
-    def _drop_what_others_keep(self) -> None:
-        """State that its owner alone keeps up: in a checkpoint of this rank it would stand beside the owner's."""
+    def _drop_remote_state(self) -> None:
+        """Drops the state of matrices that other ranks own, so that a checkpoint holds it once."""
         for distributor in self._distributors:
             for matrix in distributor.matrices:
                 if not distributor.keeps(matrix) and matrix.params[0] in self.state:
                     state = self.state[matrix.params[0]]
-                    for key in [key for key in state if key not in OF_ALL_RANKS]:
+                    for key in [key for key in state if key not in ON_ALL_RANKS]:
                         del state[key]
 
     def _distributor(self, matrix: ParameterMatrix) -> Distributor | None:
-        """The ranks that share the work on a matrix."""
+        """The distributor of a matrix; None on one rank."""
         return self._distributor_of.get(id(matrix))
 
     def _group(self, matrix: ParameterMatrix) -> Group:
-        """A matrix goes by the options of its first parameter's group."""
-        return self._of_matrix[id(matrix)]
+        """The options of a matrix: those of its first parameter's group."""
+        return self._group_of_matrix[id(matrix)]
 
     @property
     def _many_ranks(self) -> bool:
         return bool(self._distributors)
 
-    def _find(self, which: str | nn.Parameter) -> ParameterMatrix:
+    def _find_matrix(self, which: str | nn.Parameter) -> ParameterMatrix:
         for matrix in self._matrices:
             if (which in matrix.names) if isinstance(which, str) else any(which is p for p in matrix.params):
                 return matrix
@@ -227,19 +224,19 @@ class MatrixOptimizer(Optimizer):
 
     def _due(self, matrix: ParameterMatrix) -> bool:
         group = self._group(matrix)
-        return group["step"] % group["update_every"] == 0 or not self._fitted(matrix)
+        return self._refresh_rule(group["step"], group["update_every"]) or not self._has_curvature(matrix)
 
-    def _fitted(self, matrix: ParameterMatrix) -> bool:
-        """Is there curvature that fits? Where it is with its owner alone, all ranks go by what they have noted."""
-        # .get: a look must not make an entry, since an optimizer with no state is one that has not been initialised
+    def _has_curvature(self, matrix: ParameterMatrix) -> bool:
+        """Has the matrix curvature of its present size? If its owner alone has it, all ranks go by "refreshed"."""
+        # .get makes no entry: torch takes an optimizer without state for one that is not initialised.
         held, distributor = self.state.get(matrix.params[0], {}), self._distributor(matrix)
-        if held.get("refreshed") != self._measures(matrix):
+        if held.get("refreshed") != self._refresh_key(matrix):
             return False
         remote = distributor is not None and distributor.is_remote(matrix)
-        return remote or self._fits(matrix, self._group(matrix), held)
+        return remote or self._preconditioner(matrix, self._group(matrix), held).fits()
 
-    def _measures(self, matrix: ParameterMatrix) -> int:
-        """What the curvature was last made for, as a number: torch's load_state_dict does not take strings."""
+    def _refresh_key(self, matrix: ParameterMatrix) -> int:
+        """A number for the side, blocks and dtype of the curvature; torch's load_state_dict does not take strings."""
         group = self._group(matrix)
         side, partition = matrix.side(group.get("side", "smaller")), matrix.partition_of(group)
         return zlib.crc32(f"{side} {partition} {matrix.dtype}".encode())
@@ -251,16 +248,16 @@ class MatrixOptimizer(Optimizer):
         if self._collector is not None:
             self._collector.note_armed()
 
-    def _arm_anew(self, changed: bool) -> None:
-        """Before a pass: a matrix, or an option that makes a refresh due, may have been changed since the last step."""
+    def _rearm(self, changed: bool) -> None:
+        """Arms the capture again before a forward pass, if a matrix or an option has changed since the last step."""
         if changed or self._arming_options() != self._armed_by:
             self._arm()
 
     def _arming_options(self) -> list[list[Any]]:
-        return [[group.get(name) for name in ARMING] for group in self.param_groups]
+        return [[group.get(name) for name in REFRESH_OPTIONS] for group in self.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch.optim; what a backward pass without a step has gathered is dropped with its gradients."""
+        """Resets the gradients, as in torch.optim, and what was captured with them."""
         if self._collector is not None:
             self._collector.drop()
         super().zero_grad(set_to_none)
@@ -268,17 +265,16 @@ class MatrixOptimizer(Optimizer):
     # ---------------------------------------------------------------------------------------------- state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch.optim, but curvature keeps its own precision whatever the parameters' dtype.
+        """Loads a state, as in torch.optim; curvature keeps its own dtype.
 
-        What is damaged, of another optimizer or of a later layout raises a ValueError, and nothing is changed.
+        Raises a ValueError, and changes nothing, for a state that is damaged, of another optimizer, or newer.
         """
-        seen: list[dict[str, Any]] = []  # what is loaded, after the user's own hooks
+        seen: list[dict[str, Any]] = []  # the state after the user's own hooks
 
         def check(_: Optimizer, given: dict[str, Any]) -> None:
             own = [[(self._names[p], p) for p in group["params"]] for group in self.param_groups]
-            checkpoints.check(
-                given, own, type(self).__name__, lambda group: self._check(self._loaded(group)), self._needed
-            )
+            whose, known = type(self).__name__, self._identifying_options
+            checkpoints.check(given, own, whose, lambda group: self._check(self._loaded(group)), known)
             seen.append(given)
 
         handle = self.register_load_state_dict_pre_hook(check)
@@ -290,38 +286,39 @@ class MatrixOptimizer(Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         for i, param in zip(ids, params, strict=True):
             for key, value in seen[-1]["state"].get(i, {}).items():
-                if isinstance(value, Tensor) and key not in self._own_keys:
+                if isinstance(value, Tensor) and key not in self._keys_in_param_dtype:
                     self.state[param][key] = value.detach().clone().to(param.device)
-                elif isinstance(value, dict) and not value:  # a distributed checkpoint's way to say "not there"
+                elif isinstance(value, dict) and not value:  # how a distributed checkpoint says "not there"
                     self.state[param].pop(key, None)
         for group in self.param_groups:
             loaded = self._loaded(group)
             group.update({key: loaded[key] for key in self._option_names})
             for key in checkpoints.REMOVED.keys() - set(self._option_names):
                 group.pop(key, None)
-        self._of_param.update({param: group for group in self.param_groups for param in group["params"]})
-        self._of_matrix = {id(matrix): self._of_param[matrix.params[0]] for matrix in self._matrices}
+        self._group_of_param.update({param: group for group in self.param_groups for param in group["params"]})
+        self._group_of_matrix = {id(matrix): self._group_of_param[matrix.params[0]] for matrix in self._matrices}
         if any(group.get("state_version", 0) < checkpoints.VERSION for group in seen[-1]["param_groups"]):
-            for matrix in self._matrices:  # older layouts have another number for what a refresh was made for
+            for matrix in self._matrices:  # older layouts have other keys
                 held = self.state.get(matrix.params[0], {})
-                if "refreshed" in held and self._fits(matrix, self._group(matrix), held):
-                    held["refreshed"] = self._measures(matrix)
+                if "refreshed" in held and self._preconditioner(matrix, self._group(matrix), held).fits():
+                    held["refreshed"] = self._refresh_key(matrix)
         for distributor in self._distributors:
             for matrix in filter(distributor.owns, distributor.matrices):
                 held = self.state.get(matrix.params[0], {})
-                made = held.get("refreshed") == self._measures(matrix)  # else it is due for a refresh anyway
-                if distributor.is_remote(matrix) and made and not self._fits(matrix, self._group(matrix), held):
+                fits = self._preconditioner(matrix, self._group(matrix), held).fits()
+                made = held.get("refreshed") == self._refresh_key(matrix)  # else it is due for a refresh
+                if distributor.is_remote(matrix) and made and not fits:
                     raise RuntimeError(
                         f"The curvature of {matrix.name!r} is not in the state that was loaded. Where each rank keeps "
                         "its share, save with torch.distributed.checkpoint, or each rank's state in a file of its own"
                     )
-        self._drop_what_others_keep()
+        self._drop_remote_state()
         if self._collector is not None:
             self._collector.forget()
         self._arm()
 
     def _loaded(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a saved group; those that are newer than its checkpoint get a value."""
+        """The options of a saved group; those that its checkpoint does not have get their defaults."""
         return {**self.defaults, **checkpoints.renewed(group)}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -332,4 +329,4 @@ class MatrixOptimizer(Optimizer):
         super().__setstate__(state)
         if "_matrices" not in self.__dict__:  # a copy, and not Optimizer.load_state_dict
             self._collector = None
-            self._watch()
+            self._bind_parameters()
