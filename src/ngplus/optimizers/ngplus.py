@@ -16,8 +16,8 @@ from ngplus.diagnostics.plan import Plan, plan_of
 from ngplus.distributed.collectives import Distributor, ReplicatedDistributor
 from ngplus.optimizers.base import BaseOptimizer
 from ngplus.preconditioners import curvature as curvatures
-from ngplus.preconditioners import sharing
-from ngplus.preconditioners.curvature import Curvature, Solved
+from ngplus.preconditioners.broadcast import broadcast_inverses, entries_to_send
+from ngplus.preconditioners.curvature import Curvature, StateEntries
 from ngplus.preconditioners.inverse import InversePreconditioner
 from ngplus.utils.finite import RefreshStatus
 from ngplus.utils.typing import Group, State
@@ -174,7 +174,7 @@ class NGPlus(BaseOptimizer):
         if not isinstance(distributor, ReplicatedDistributor):
             return
         shared = [matrix for matrix in matrices if distributor.shares(matrix)]
-        found: list[Solved | None] = []
+        found: list[StateEntries | None] = []
         for matrix in shared:
             due.discard(id(matrix))
             for param in matrix.params:
@@ -187,9 +187,10 @@ class NGPlus(BaseOptimizer):
             if gathered is not None and gathered.total is not None:
                 latest = own.estimate(None, gathered, status)
             seed, owned = seed_of(own.group), distributor.owns(matrix)
-            found.append(sharing.solved(latest, own.state, own.group, seed, status) if owned else None)
+            found.append(entries_to_send(latest, own.state, own.group, seed, status) if owned else None)
             self._conclude(own, own.state, status)
-        for matrix, new in zip(shared, sharing.send(distributor, shared, self._group_of_param, found), strict=True):
+        inverses = broadcast_inverses(distributor, shared, self._group_of_param, found)
+        for matrix, new in zip(shared, inverses, strict=True):
             self._preconditioner(matrix, self._group(matrix), self.state[matrix.params[0]]).install(new)
 
     # ---------------------------------------------------------------------------------------------- inspection

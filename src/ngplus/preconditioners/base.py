@@ -1,4 +1,6 @@
-"""The preconditioner of one matrix: what every method gives to the step of :mod:`ngplus.optimizers.base`."""
+"""The interface of a preconditioner, the part of :class:`ngplus.optimizers.base.BaseOptimizer` that differs between
+methods. A new one implements ``fits``, ``refresh`` and ``precondition``; its optimizer returns it in
+``_preconditioner``."""
 
 from __future__ import annotations
 
@@ -21,17 +23,18 @@ class MatrixPreconditioner:
         self.matrix, self.group, self.state = matrix, group, state
 
     def fits(self) -> bool:
-        """Is there a state, of the size and precision that the matrix has at present?"""
+        """Has the state all tensors, of the present size, dtype and device of the matrix?"""
         raise NotImplementedError
 
     def update(self, update: MatrixUpdate) -> None:
-        """Takes in the gradient of a step, in every step and before a refresh."""
+        """Called in every step, before a refresh: updates moving averages of gradients."""
 
     def refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
-        """Makes new curvature, in new tensors of the state; without ``gathered``, from the mini-batch gradient.
+        """Called every T steps: writes new curvature to new tensors of the state, from the captured sums ``gathered``,
+        or from the mini-batch gradient where there are none.
 
         Curvature that is not finite is noted in ``status`` as "dropped". Where the host can see that, the state stays
-        as it is; elsewhere zeros stand in for it, and the optimizer keeps the last good state.
+        as it is; elsewhere zeros replace the curvature, and the optimizer restores the last good state.
         """
         raise NotImplementedError
 
@@ -40,7 +43,7 @@ class MatrixPreconditioner:
         raise NotImplementedError
 
     def initialised(self) -> None:
-        """After a step that only initialises the state."""
+        """Called after a step that only initialises the state."""
 
 
 class MatrixUpdate:
@@ -52,7 +55,7 @@ class MatrixUpdate:
         self.matrix, self.group, self.state = preconditioner.matrix, preconditioner.group, preconditioner.state
 
     def stacks(self) -> list[Tensor]:
-        """The gradient with its curved dimension first, in the blocks of its matrix."""
+        """The gradient in the blocks of its matrix, [groups * blocks, p, D], with the curved dimension p first."""
         side = self.matrix.side(self.group["side"])
         return self.matrix.partition_of(self.group).split(self.gradient if side == "left" else self.gradient.mT)
 

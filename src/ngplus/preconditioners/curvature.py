@@ -1,7 +1,6 @@
-"""One matrix's curvature through its life: gathered from factors, averaged, inverted, applied.
+"""The curvature of one matrix for NGPlus: estimated, averaged, inverted, applied.
 
-The functions here stand between :mod:`ngplus.fisher` and the optimizer. They read
-the options of a parameter group and keep their results in that matrix's ``state``, a plain dict of tensors:
+The functions read the options of a parameter group and keep their results in the matrix's ``state``, a dict of tensors:
 
 ============================ ==================================================== =========================
 key                          what                                                 kept by
@@ -36,7 +35,7 @@ from ngplus.fisher.sketch import Sketch, SketchSpec
 from ngplus.utils.finite import RefreshStatus, all_finite
 from ngplus.utils.typing import Group, State
 
-Solved = dict[str, Any]  # entries for a state, stacks still as lists
+StateEntries = dict[str, Any]  # new entries of a state; the stacks of a matrix are a list
 
 TAILS = ("", "_tail")
 RELATIVE_AUTO = 0.1  # damping="auto", as a part of the mean eigenvalue
@@ -121,7 +120,7 @@ def mini_batch(matrix: ParameterMatrix, gradient: Tensor, group: Group, seed: in
     if group["solver"] in ("woodbury", "sketched"):
         return CurvatureEstimate(
             None, [stack.clone() for stack in stacks]
-        )  # .grad itself may be written to before the next one
+        )  # .grad may change in place before the next refresh
     return CurvatureEstimate([stack @ stack.mT for stack in stacks])
 
 
@@ -146,7 +145,7 @@ def online(state: State, estimate: CurvatureEstimate, group: Group) -> None:
         start = damping_of(group, [gamma * m.diagonal(dim1=-2, dim2=-1) for m in matrices])
         old = [inverses.damped(torch.zeros_like(m), start) for m in matrices]
     old = [o.to(m) for o, m in zip(old, matrices, strict=True)]
-    # A product that has overflowed is left out, decided on the device: this happens in every step.
+    # A product that has overflowed is left out. The device decides, since this happens in every step.
     new = [torch.where(m.isfinite().all(), beta * o + gamma * m, o) for o, m in zip(old, matrices, strict=True)]
     write(state, "curvature", new)
 
@@ -159,8 +158,8 @@ def damping_of(group: Group, diagonals: Sequence[Tensor]) -> Tensor:
     return (RELATIVE_AUTO * mean).clamp_min(DAMPING_FLOOR)
 
 
-def solved(estimate: CurvatureEstimate, group: Group, seed: int, status: RefreshStatus | None = None) -> Solved:
-    """What the next steps apply: an inverse, or Woodbury's pair. Pure, and the costly part."""
+def invert(estimate: CurvatureEstimate, group: Group, seed: int, status: RefreshStatus | None = None) -> StateEntries:
+    """The dense inverse of lambda I + L, or U and the core of Woodbury's identity."""
     if estimate.roots is None:
         matrices = estimate.dense()
         damping = damping_of(group, [m.diagonal(dim1=-2, dim2=-1) for m in matrices])
@@ -173,9 +172,9 @@ def solved(estimate: CurvatureEstimate, group: Group, seed: int, status: Refresh
     return {"damping": damping, "factor": estimate.roots, "core": cores}
 
 
-def install(state: State, new: Solved) -> None:
-    """Takes what was solved up into the state, in place of the old. Row by row, as a checkpoint has it: products round
-    differently with other strides, and a run that goes on would part from one that was not broken off."""
+def install(state: State, new: StateEntries) -> None:
+    """Replaces the inverse in the state. Its tensors are contiguous, as those of a checkpoint are: products round
+    differently with other strides, and a resumed run would differ from one that was not interrupted."""
     clear(state, "inverse", "factor", "core")
     for key, value in new.items():
         if isinstance(value, list):
@@ -212,7 +211,7 @@ def apply(state: State, stacks: list[Tensor], group: Group) -> list[Tensor]:
 
 
 def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: CurvatureEstimate | None) -> Tensor:
-    """L or R, [groups, d, d]: as it was gathered, or recovered from what the steps keep."""
+    """L or R, [groups, d, d]: as it was estimated, or recovered from the inverse."""
     partition = matrix.partition_of(group)
     whole = [read(state, "curvature"), None if held is None else held.dense()]
     factor, inverse = read(state, "factor"), read(state, "inverse")
@@ -228,14 +227,14 @@ def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: C
         return partition.dense([u @ u.mT for u in factor])
     if inverse is None:
         raise RuntimeError(f"{matrix.name!r} has no curvature yet: it is gathered by the first step")
-    # Rounding in the inverse comes back multiplied by its condition number: work in float64.
+    # float64, since rounding is multiplied by the condition number.
     dtype = wide(inverse[0])
     damping = state["damping"].to(dtype)
     return partition.dense([inverses.damped(torch.linalg.inv(i.to(dtype)), -damping).to(i.dtype) for i in inverse])
 
 
 def add_placeholders(state: State, group: Group) -> None:
-    """Empty entries for what the solver "auto" may come to keep, so that a flat distributed checkpoint finds them."""
+    """Adds empty entries for every solver that "auto" may choose: a flat distributed checkpoint needs all keys."""
     if group["solver"] == "auto" and group["curvature"] == "sample":
         tails = ("", "_tail") if "inverse_tail" in state or "factor_tail" in state else ("",)
         for key in (key + tail for key in ("inverse", "factor", "core") for tail in tails):

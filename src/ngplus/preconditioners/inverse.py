@@ -1,4 +1,4 @@
-"""NGPlus' preconditioner: (lambda I + L)^-1 G or G (lambda I + R)^-1, by the functions of :mod:`.curvature`."""
+"""The preconditioner of NGPlus: (lambda I + L)^-1 G or G (lambda I + R)^-1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ngplus.capture.matrices import ParameterMatrix
 from ngplus.distributed.collectives import Distributor
 from ngplus.preconditioners import curvature as curvatures
 from ngplus.preconditioners.base import Direction, MatrixPreconditioner, MatrixUpdate
-from ngplus.preconditioners.curvature import CurvatureEstimate, Solved
+from ngplus.preconditioners.curvature import CurvatureEstimate, StateEntries
 from ngplus.preconditioners.grafting import graft_length, with_length
 from ngplus.utils.finite import RefreshStatus
 from ngplus.utils.typing import Group, State
@@ -45,7 +45,7 @@ class InversePreconditioner(MatrixPreconditioner):
     def refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
         estimate = self.estimate(update.gradient, gathered, status)
         if estimate is not None:
-            self.install(curvatures.solved(estimate, self.group, seed_of(self.group), status))
+            self.install(curvatures.invert(estimate, self.group, seed_of(self.group), status))
 
     def estimate(
         self, gradient: Tensor | None, gathered: Accumulator | None, status: RefreshStatus
@@ -78,8 +78,8 @@ class InversePreconditioner(MatrixPreconditioner):
         matrix.estimate = estimate
         return estimate
 
-    def install(self, new: Solved) -> None:
-        """A refresh's result into the state, and out of it what other options than today's have left there."""
+    def install(self, new: StateEntries) -> None:
+        """Writes the result of a refresh to the state, and drops entries of options that have changed."""
         if self.group["curvature"] == "sample":
             curvatures.clear(self.state, "curvature")
         curvatures.install(self.state, new)
@@ -89,7 +89,7 @@ class InversePreconditioner(MatrixPreconditioner):
         return self._grafted(update, update.merged(stacks)), update.rows
 
     def _grafted(self, update: MatrixUpdate, direction: Tensor) -> Tensor:
-        """At the step length of another method where one is grafted on."""
+        """The direction with the step length of ``graft``."""
         if self.group["graft"] is None:
             return direction
         return with_length(direction, graft_length(self.state, update.gradient, self.group, update.rows is not None))

@@ -1,4 +1,4 @@
-"""NGAdam's preconditioner: from L, R and the momentum M of a matrix to its direction
+"""The preconditioners of NGAdam. That of a matrix is
 
     D = sqrt(tr L) (L + lambda I)^(-1/2) M (R + lambda I)^(-1/2)
 
@@ -43,7 +43,7 @@ from ngplus.utils.typing import Group, State
 
 DAMPING = 1e-5  # lambda, as a part of the mean eigenvalue; more in the first steps
 FLOOR = 1e-30  # of the trace: gradients of this squared norm and below count as zeros
-MAX_RMS = 0.3  # of a direction: it is usually 0.1 to 0.3, and a burst of gradients meets roots of earlier steps
+MAX_RMS = 0.3  # of a direction: usually 0.1 to 0.3, but larger where gradients grow between two refreshes
 
 WHOLE = 160  # rows of a side that is one block
 BLOCK = 128  # rows of a block of a longer side, at most
@@ -89,10 +89,10 @@ def multiply(root: Tensor, x: Tensor) -> Tensor:
 
 
 class AveragingPreconditioner(MatrixPreconditioner):
-    """Moving averages that begin with zeros, and are cast where the model is."""
+    """A preconditioner of moving averages that begin with zeros and follow the dtype and device of the model."""
 
     def update(self, update: MatrixUpdate) -> None:
-        """Takes the gradient into the averages."""
+        """Adds a gradient to the averages."""
         state, gradient = self.state, update.gradient
         for key, value in state.items():
             if isinstance(value, Tensor) and (value.dtype, value.device) != (gradient.dtype, gradient.device):
@@ -106,18 +106,18 @@ class AveragingPreconditioner(MatrixPreconditioner):
         self.average(gradient)
 
     def begin(self, gradient: Tensor) -> None:
-        """The averages before the first step."""
+        """Creates the averages."""
         raise NotImplementedError
 
     def average(self, gradient: Tensor) -> None:
-        """The averages with one more gradient."""
+        """Updates the averages."""
         raise NotImplementedError
 
     def initialised(self) -> None:
         self.state["step"] = 0
 
     def _has(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Are tensors of these shapes there, in the precision of the matrix, and the number of steps?"""
+        """Has the state tensors of these shapes, of the dtype and device of the matrix, and a number of steps?"""
         state, place = self.state, (self.matrix.dtype, self.matrix.params[0].device)
         return (
             isinstance(state.get("step"), int)
@@ -161,7 +161,7 @@ class RootsPreconditioner(AveragingPreconditioner):
     def refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
         """Makes the roots of L and R anew."""
         state, (groups, m, n) = self.state, self.state["exp_avg"].shape
-        status.climb = True  # an eigendecomposition that fails tells the host
+        status.climb = True  # a failed eigendecomposition raises on the host
         left, right = (state[key] / (1 - self.group["betas"][1] ** state["step"]) for key in ("left", "right"))
         trace = left.diagonal(dim1=-2, dim2=-1).reshape(groups, -1).sum(1).clamp_min(FLOOR)
         damping = damping_at(state["step"])
@@ -179,7 +179,7 @@ class RootsPreconditioner(AveragingPreconditioner):
 class RowsPreconditioner(AveragingPreconditioner):
     """The direction of the rows [1, r, n] of a sparse gradient: D = G (R + lambda I)^(-1/2), with R the mean over rows.
 
-    Rows come and go: they have no momentum and no L, so that nothing of the table's size is kept.
+    There is no momentum and no L, so that the state does not grow with the number of rows of the table.
     """
 
     def __init__(self, matrix: ParameterMatrix, group: Group, state: State) -> None:
@@ -227,7 +227,7 @@ class AdamPreconditioner(AveragingPreconditioner):
         self.state["exp_avg_sq"].lerp_(gradient.square(), 1 - beta2)
 
     def refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
-        """Nothing: there is no root to make."""
+        """Does nothing: Adam has no roots."""
 
     def precondition(self, update: MatrixUpdate) -> Direction:
         state, (beta1, beta2) = self.state, self.group["betas"]
@@ -248,5 +248,5 @@ def _root(x: Tensor, damping: Tensor, status: RefreshStatus) -> Tensor:
 
 
 def _each(numbers: Tensor, x: Tensor) -> Tensor:
-    """A number for each group as one for each of its blocks, [groups * blocks, 1, 1]."""
+    """Repeats the number of each group for its blocks, [groups * blocks, 1, 1]."""
     return numbers.repeat_interleave(len(x) // len(numbers)).view(-1, 1, 1)

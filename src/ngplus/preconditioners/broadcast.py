@@ -1,7 +1,7 @@
-"""What an owner sends of a refresh, so that every rank can apply it: the inverse as a triangle, and lambda.
+"""Broadcasts the inverse of a matrix from its owner to all ranks: its lower triangle, and lambda.
 
-With d the curved dimension in blocks of p, that is d (p + 1) / 2 + 1 numbers. All ranks, the owner as well, install
-what was sent, so all hold the same bits.
+With d the curved dimension in blocks of p, that is d (p + 1) / 2 + 1 numbers. The owner itself takes what it has sent,
+so that all ranks have the same bits.
 """
 
 from __future__ import annotations
@@ -14,25 +14,27 @@ from torch import Tensor, nn
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.distributed.collectives import ReplicatedDistributor, pack, unpack
 from ngplus.preconditioners import curvature as curvatures
-from ngplus.preconditioners.curvature import CurvatureEstimate, Solved
+from ngplus.preconditioners.curvature import CurvatureEstimate, StateEntries
 from ngplus.utils.finite import RefreshStatus
 from ngplus.utils.typing import Group, State
 
 
-def solved(estimate: CurvatureEstimate | None, state: State, group: Group, seed: int, status: RefreshStatus) -> Solved:
-    """What the owner has to send; without new curvature, what is in use."""
+def entries_to_send(
+    estimate: CurvatureEstimate | None, state: State, group: Group, seed: int, status: RefreshStatus
+) -> StateEntries:
+    """The new inverse; without an estimate, the one in use."""
     if estimate is not None:
-        return curvatures.solved(estimate, group, seed, status)
+        return curvatures.invert(estimate, group, seed, status)
     return {"inverse": curvatures.read(state, "inverse"), "damping": state["damping"]}
 
 
-def send(
+def broadcast_inverses(
     distributor: ReplicatedDistributor,
     matrices: Sequence[ParameterMatrix],
     groups: Mapping[nn.Parameter, Group],
-    found: Sequence[Solved | None],
-) -> list[Solved]:
-    """What each matrix's owner has found, on all ranks."""
+    found: Sequence[StateEntries | None],
+) -> list[StateEntries]:
+    """The inverses of these matrices on all ranks. ``found`` has those that this rank owns, and None for the others."""
     sent: list[Tensor] = []
     partitions = [m.partition_of(groups[m.params[0]]) for m in matrices]
     for matrix, partition, new in zip(matrices, partitions, found, strict=True):
