@@ -31,6 +31,16 @@ def test_optimizer_in_blocks() -> None:
         torch.testing.assert_close((before - model.weight.detach()) / 0.1, wanted, rtol=1e-7, atol=1e-9)
 
 
+def test_tables_by_adam() -> None:
+    """The first step of Adam has the length of the learning rate in every entry."""
+    model = nn.Embedding(6, 4)
+    optimizer = Roots(model, lr=0.1, adam_tables=True)  # type: ignore[arg-type]
+    before = model.weight.detach().clone()
+    model.weight.grad = random_gradients(6, 4, 1)[0]
+    optimizer.step()
+    torch.testing.assert_close(before - model.weight.detach(), 0.1 * model.weight.grad.sign(), rtol=1e-5, atol=1e-7)
+
+
 def test_lazy_averages_take_in_the_gradients_of_refreshes() -> None:
     """With roots in the steps 1, 2, 3, 4 and 6, the weight of the 6th gradient is that of two steps."""
     model = nn.Linear(5, 4, bias=False)

@@ -66,7 +66,8 @@ class Roots(torch.optim.Optimizer):
 
     With ``sample_steps``, the products of the first steps come from per-sample gradients, scaled to the trace of those
     of the mini-batch gradient. With ``lazy``, L and R take in the gradients of the steps in which roots are made, and
-    no others. With ``decay``, the damping is at least 1 / t^2 in step t.
+    no others. With ``decay``, the damping is at least 1 / t^2 in step t. With ``adam_tables``, tables have Adam's
+    update.
     """
 
     def __init__(
@@ -82,13 +83,14 @@ class Roots(torch.optim.Optimizer):
         sample_steps: int = 0,
         lazy: bool = False,
         decay: bool = False,
+        adam_tables: bool = False,
     ) -> None:
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps}
         defaults.update(damping=damping, update_every=update_every, max_rms=max_rms, lazy=lazy, decay=decay)
         super().__init__([p for p in model.parameters() if p.requires_grad], defaults)
         self.tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
         self.samples = SampleGradients(model) if sample_steps else None
-        self.sample_steps = sample_steps
+        self.sample_steps, self.adam_tables = sample_steps, adam_tables
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -99,7 +101,8 @@ class Roots(torch.optim.Optimizer):
                 gradient = param.grad.to_dense() if param.grad.is_sparse else param.grad
                 state = self.state[param]
                 state["step"] = state.get("step", 0) + 1
-                made = adam_direction if param.ndim < 2 else self._direction
+                adam = param.ndim < 2 or (self.adam_tables and param in self.tables)
+                made = adam_direction if adam else self._direction
                 direction = made(param, gradient, state, group)
                 param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * direction)
         if self.samples is not None and all(s["step"] >= self.sample_steps for s in self.state.values()):

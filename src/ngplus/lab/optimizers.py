@@ -372,6 +372,11 @@ CANDIDATES: dict[str, Rival] = {
         ("roots-5-damped", "Roots every 5 steps, more damping", {"update_every": 5, "damping": 0.01}),
         ("roots-5-rms1", "Roots every 5 steps, more damping, larger steps", {"damping": 0.01, "max_rms": 1.0}),
         ("roots-5-decay", "Roots every 5 steps, damping decays", {"update_every": 5, "decay": True}),
+        (
+            "roots-5-tables",
+            "Roots every 5 steps, damping decays, Adam for tables",
+            {"decay": True, "adam_tables": True},
+        ),
         ("roots-5-lazy", "Roots every 5 steps, from every 5th gradient", {"update_every": 5, "lazy": True}),
         ("roots-5-sample", "Roots every 5 steps, begun per sample", {"update_every": 5, "sample_steps": 5}),
     )
