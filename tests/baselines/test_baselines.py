@@ -10,13 +10,13 @@ import warnings
 from typing import Any
 
 import pytest
-import reference as ref
 import torch
 import torch.nn.functional as F
-from rivals import LAMBDA, plain, update_of, woodbury
 from torch import Tensor, nn
 
 import ngplus
+from helpers import reference as ref
+from helpers.directions import LAMBDA, plain, update_of, woodbury
 from ngplus.baselines import KFAC, SENG
 
 pytestmark = pytest.mark.usefixtures("one_thread")

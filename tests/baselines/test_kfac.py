@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import layer_cases as layers
 import pytest
-import reference as ref
 import torch
 import torch.nn.functional as F
-from rivals import LAMBDA, plain, update_of
 from torch import Tensor, nn
 
 import ngplus
+from helpers import layer_cases as layers
+from helpers import reference as ref
+from helpers.directions import LAMBDA, plain, update_of
 from ngplus.baselines import KFAC
 
 pytestmark = pytest.mark.usefixtures("one_thread")

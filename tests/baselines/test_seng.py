@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import layer_cases as layers
 import pytest
-import reference as ref
 import torch
-from rivals import LAMBDA, plain, update_of, woodbury
 from torch import Tensor, nn
 
+from helpers import layer_cases as layers
+from helpers import reference as ref
+from helpers.directions import LAMBDA, plain, update_of, woodbury
 from ngplus.baselines import SENG
 from ngplus.baselines import seng as seng_module
 from ngplus.fisher.factors import Lookup, Outer, Rows

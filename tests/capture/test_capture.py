@@ -12,7 +12,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from steps import (
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import ngplus
+from helpers.steps import (
     EXACT,
     Block,
     Model,
@@ -26,10 +30,6 @@ from steps import (
     one_step,
     several_steps,
 )
-from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
-
-import ngplus
 
 pytestmark = pytest.mark.usefixtures("double")
 

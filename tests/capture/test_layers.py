@@ -9,13 +9,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
-import reference as ref
 import torch
 import torch.nn.functional as F
-from layer_cases import CASES, Case, doubled, each, joined, randn, squared
 from torch import Tensor, nn
 
 import ngplus
+from helpers import reference as ref
+from helpers.layer_cases import CASES, Case, doubled, each, joined, randn, squared
 from ngplus.capture.layers import norm
 
 LAMBDA = 0.3

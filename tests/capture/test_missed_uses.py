@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from steps import EXACT, Model, assert_equal, brute_force, data, loss_fn, one_step
 from torch import Tensor, nn
 
 import ngplus
+from helpers.steps import EXACT, Model, assert_equal, brute_force, data, loss_fn, one_step
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import reference as ref
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -21,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ngplus
+from helpers import reference as ref
 
 
 class Causal(nn.Conv1d):

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import reference as ref
 import torch
 from graph_cases import SAMPLES, SIZES, GraphNet, graphs
 from torch import Tensor, nn
 
 import ngplus
+from helpers import reference as ref
 from ngplus.capture.layers import linear
 from ngplus.capture.layers.attention import _batch
 from ngplus.capture.samples import Ragged, ragged_rows

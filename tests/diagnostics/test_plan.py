@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import reference as ref
 import torch
 from torch import Tensor, nn
 
 import ngplus
+from helpers import reference as ref
 from ngplus.baselines import KFAC, SENG
 
 

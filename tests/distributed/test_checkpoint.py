@@ -14,28 +14,28 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 
 import ngplus
-from distributed import setting
-from distributed.pool import Pool
+from distributed import cases
 from distributed.test_fsdp2 import sharded
+from helpers.ranks import Pool
 
 SAVED_AT = 10  # in between two refreshes: T is 3
 KINDS = ["ddp", "ddp memory", "fsdp2"]
 
 
 def make(kind: str, name: str, world: int) -> tuple[nn.Module, ngplus.NGPlus | ngplus.NGAdam]:
-    net: nn.Module = setting.convolutions(setting.precision(name))
+    net: nn.Module = cases.convolutions(cases.precision(name))
     if world > 1:
         net = sharded(net) if kind == "fsdp2" else DistributedDataParallel(net)  # type: ignore[arg-type]
     distribution = "memory" if kind == "ddp memory" else "communication"
-    return net, setting.optimizer_of(net, name, distribution=distribution)
+    return net, cases.optimizer_of(net, name, distribution=distribution)
 
 
 def train(net: nn.Module, optimizer: ngplus.NGPlus | ngplus.NGAdam, steps: range, rank: int, world: int) -> None:
     for step in steps:
-        x, y = setting.batch(step, next(net.parameters()).dtype)
-        mine = setting.share(len(x), rank, world, unequal=False)
+        x, y = cases.batch(step, next(net.parameters()).dtype)
+        mine = cases.share(len(x), rank, world, unequal=False)
         optimizer.zero_grad()
-        setting.squared(net(x[mine]), y[mine]).mean().backward()
+        cases.squared(net(x[mine]), y[mine]).mean().backward()
         optimizer.step()
 
 
@@ -48,7 +48,7 @@ def save(rank: int, world: int, kind: str, name: str, folder: str) -> list[Tenso
     net, optimizer = make(kind, name, world)
     train(net, optimizer, range(SAVED_AT), rank, world)
     dcp.save(dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True)), checkpoint_id=folder)
-    train(net, optimizer, range(SAVED_AT, setting.STEPS), rank, world)
+    train(net, optimizer, range(SAVED_AT, cases.STEPS), rank, world)
     return parameters(net)
 
 
@@ -58,7 +58,7 @@ def load(rank: int, world: int, kind: str, name: str, folder: str) -> list[Tenso
     dcp.load(states, checkpoint_id=folder, no_dist=not dist.is_initialized())
     set_state_dict(net, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     assert all(group["step"] == SAVED_AT for group in optimizer.param_groups)
-    train(net, optimizer, range(SAVED_AT, setting.STEPS), rank, world)
+    train(net, optimizer, range(SAVED_AT, cases.STEPS), rank, world)
     return parameters(net)
 
 
@@ -66,14 +66,14 @@ def load(rank: int, world: int, kind: str, name: str, folder: str) -> list[Tenso
 @pytest.mark.parametrize("kind", KINDS)
 def test_goes_on_on_any_number_of_ranks(ranks: Callable[[int], Pool], tmp_path: Path, kind: str, name: str) -> None:
     whole = ranks(2).run(save, kind, name, str(tmp_path))
-    setting.assert_close(whole[0], setting.alone(name))
+    cases.assert_close(whole[0], cases.alone(name))
     for world in (2, 4):
         found = ranks(world).run(load, kind, name, str(tmp_path))
-        setting.assert_same_everywhere(found)
+        cases.assert_same_everywhere(found)
         if world == 2:
-            setting.assert_same_everywhere([whole[0], found[0]])
-        setting.assert_close(found[0], whole[0])
-    setting.assert_close(load(0, 1, kind, name, str(tmp_path)), whole[0])
+            cases.assert_same_everywhere([whole[0], found[0]])
+        cases.assert_close(found[0], whole[0])
+    cases.assert_close(load(0, 1, kind, name, str(tmp_path)), whole[0])
 
 
 def misload(rank: int, world: int) -> str:

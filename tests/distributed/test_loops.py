@@ -23,8 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ngplus
-from distributed import setting
-from distributed.pool import Pool
+from distributed import cases
+from helpers.ranks import Pool
 
 STEPS, BATCH = 9, 8
 OPTIMIZERS: dict[str, Any] = {"NGPlus": functools.partial(ngplus.NGPlus, damping=0.5), "NGAdam": ngplus.NGAdam}
@@ -52,7 +52,7 @@ def made(kind: str, world: int, name: str = "NGPlus", **options: Any) -> tuple[n
     elif world > 1:
         net = DistributedDataParallel(net)
     distribution = "memory" if kind == "ddp memory" else "communication"
-    return net, OPTIMIZERS[name](net, lr=setting.LR, update_every=3, distribution=distribution, **options)
+    return net, OPTIMIZERS[name](net, lr=cases.LR, update_every=3, distribution=distribution, **options)
 
 
 def batch(step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
@@ -122,8 +122,8 @@ def trained(rank: int, world: int, kind: str, loop: str) -> list[Tensor]:
 @pytest.mark.parametrize("loop", LOOPS)
 def test_two_ranks_equal_one_process(ranks: Callable[[int], Pool], loop: str, kind: str) -> None:
     found = ranks(2).run(trained, kind, loop)
-    setting.assert_same_everywhere(found)
-    setting.assert_close(found[0], trained(0, 1, "plain", loop))
+    cases.assert_same_everywhere(found)
+    cases.assert_close(found[0], trained(0, 1, "plain", loop))
 
 
 def plain_steps(net: nn.Module, optimizer: Any, steps: range, rank: int, world: int) -> None:
@@ -164,8 +164,8 @@ def test_a_state_is_passed_on_from_one_process_to_ranks_and_on(
     torch.save(copy.deepcopy({"model": net.state_dict(), "optimizer": optimizer.state_dict()}), tmp_path / "one.pt")
     plain_steps(net, optimizer, range(3, STEPS), 0, 1)
     found = ranks(2).run(passed_on, kind, name, str(tmp_path))
-    setting.assert_same_everywhere(found)
-    setting.assert_close(found[0], parameters(net))
+    cases.assert_same_everywhere(found)
+    cases.assert_close(found[0], parameters(net))
 
 
 def trained_plainly(rank: int, world: int, kind: str, name: str) -> list[Tensor]:
@@ -178,7 +178,7 @@ def trained_plainly(rank: int, world: int, kind: str, name: str) -> list[Tensor]
 def test_fsdp2_on_one_rank(ranks: Callable[[int], Pool], name: str) -> None:
     """As in a first try before many ranks are taken."""
     (found,) = ranks(1).run(trained_plainly, "fsdp2", name)
-    setting.assert_close(found, trained_plainly(0, 1, "plain", name))
+    cases.assert_close(found, trained_plainly(0, 1, "plain", name))
 
 
 def with_a_whole_buffer(rank: int, world: int) -> list[str]:

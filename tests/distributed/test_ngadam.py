@@ -16,27 +16,27 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 
 import ngplus
-from distributed import setting
-from distributed.pool import Pool
+from distributed import cases
 from distributed.test_fsdp2 import sharded
+from helpers.ranks import Pool
 
 KINDS = ["communication", "memory", "fsdp2"]
 
 
 def make(kind: str, world: int) -> tuple[nn.Module, ngplus.NGAdam]:
-    net: nn.Module = setting.convolutions(torch.float64)
+    net: nn.Module = cases.convolutions(torch.float64)
     if world > 1:
         net = sharded(net) if kind == "fsdp2" else DistributedDataParallel(net)  # type: ignore[arg-type]
     distribution = "memory" if kind == "memory" else "communication"
-    return net, ngplus.NGAdam(net, lr=setting.LR, distribution=distribution)
+    return net, ngplus.NGAdam(net, lr=cases.LR, distribution=distribution)
 
 
 def train(net: nn.Module, optimizer: ngplus.NGAdam, steps: range, rank: int, world: int) -> None:
     for step in steps:
-        x, y = setting.batch(step, torch.float64)
-        mine = setting.share(len(x), rank, world, unequal=False)
+        x, y = cases.batch(step, torch.float64)
+        mine = cases.share(len(x), rank, world, unequal=False)
         optimizer.zero_grad()
-        setting.squared(net(x[mine]), y[mine]).mean().backward()
+        cases.squared(net(x[mine]), y[mine]).mean().backward()
         optimizer.step()
 
 
@@ -47,13 +47,13 @@ def parameters(net: nn.Module) -> list[Tensor]:
 @functools.cache
 def alone() -> list[Tensor]:
     net, optimizer = make("communication", 1)
-    train(net, optimizer, range(setting.STEPS), 0, 1)
+    train(net, optimizer, range(cases.STEPS), 0, 1)
     return parameters(net)
 
 
 def trained(rank: int, world: int, kind: str) -> tuple[list[Tensor], int]:
     net, optimizer = make(kind, world)
-    train(net, optimizer, range(setting.STEPS), rank, world)
+    train(net, optimizer, range(cases.STEPS), rank, world)
     kept = sum(x.numel() for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor))
     return parameters(net), kept
 
@@ -61,8 +61,8 @@ def trained(rank: int, world: int, kind: str) -> tuple[list[Tensor], int]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_in_one_process(ranks: Callable[[int], Pool], kind: str) -> None:
     found = ranks(2).run(trained, kind)
-    setting.assert_same_everywhere([params for params, _ in found])
-    setting.assert_close(found[0][0], alone(), within=1e-9)
+    cases.assert_same_everywhere([params for params, _ in found])
+    cases.assert_close(found[0][0], alone(), within=1e-9)
     if kind != "communication":  # each rank keeps the state of the matrices that it owns
         net, optimizer = make(kind, 1)
         train(net, optimizer, range(2), 0, 1)
@@ -83,12 +83,12 @@ def resumed(rank: int, world: int, kind: str, folder: str) -> list[Tensor]:
     states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
     dcp.load(states, checkpoint_id=folder, no_dist=not dist.is_initialized())
     set_state_dict(net, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
-    train(net, optimizer, range(8, setting.STEPS), rank, world)
+    train(net, optimizer, range(8, cases.STEPS), rank, world)
     return parameters(net)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_on_two_ranks_and_loaded_on_one_and_two(ranks: Callable[[int], Pool], tmp_path: Path, kind: str) -> None:
     ranks(2).run(saved, kind, str(tmp_path))
-    setting.assert_close(ranks(2).run(resumed, kind, str(tmp_path))[0], alone(), within=1e-9)
-    setting.assert_close(resumed(0, 1, kind, str(tmp_path)), alone(), within=1e-9)
+    cases.assert_close(ranks(2).run(resumed, kind, str(tmp_path))[0], alone(), within=1e-9)
+    cases.assert_close(resumed(0, 1, kind, str(tmp_path)), alone(), within=1e-9)

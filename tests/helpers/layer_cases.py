@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import reference as ref
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from helpers import reference as ref
 
 WEIGHT, BIAS = "weight", "bias"
 Units = list[tuple[tuple[str, ...], Callable[..., Tensor]]]

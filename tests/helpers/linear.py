@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import reference as ref
 import torch
 from torch import Tensor, nn
 
 import ngplus
+from helpers import reference as ref
 
 LAMBDA = 0.2
 PAPER: dict[str, Any] = {"momentum": 0.0, "damping": LAMBDA}

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-import reference
 import torch
 from torch import Tensor, nn
 
 import ngplus
+from helpers import reference
 
 EXACT: dict[str, Any] = {
     "lr": 0.5,

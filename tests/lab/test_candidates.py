@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_reference import BETA1, BETA2, average, dense_direction, random_gradients
 from torch import Tensor, nn
 
 from ngplus.lab.candidates import Roots, SampleGradients, block_size
+from test_reference import BETA1, BETA2, average, dense_direction, random_gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
 

@@ -329,7 +329,7 @@ def test_options_that_a_workload_cannot_work_with_are_a_sentence(monkeypatch: py
 
 def test_a_workload_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one of the documentation, by train, compare and tune."""
-    page = (Path(__file__).parents[1] / "docs" / "laboratory.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "laboratory.md").read_text()
     code = page.partition("With this in `mine.py`,")[2].partition("```python\n")[2].partition("```")[0]
     Path("mine.py").write_text(code)
     Path("wrong.py").write_text(

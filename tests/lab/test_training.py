@@ -408,7 +408,7 @@ def test_parts_of_a_batch_give_the_whole_batchs_step() -> None:
 TORCHRUN = """
 import sys
 sys.path.insert(0, {tests!r})
-from test_lab_training import Tiny, config
+from test_training import Tiny, config
 from ngplus.lab import training
 from pathlib import Path
 made = config("adamw", processes=2, steps=12)

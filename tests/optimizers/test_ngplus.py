@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import reference as ref
 import torch
-from linear_cases import LAMBDA, PAPER, SHAPES, batches, compare, loss_fn, matrix_of, per_sample, train
 from torch import Tensor, nn
 
 import ngplus
+from helpers import reference as ref
+from helpers.linear import LAMBDA, PAPER, SHAPES, batches, compare, loss_fn, matrix_of, per_sample, train
 from ngplus.fisher import inverses
 from ngplus.preconditioners.inverse import InversePreconditioner
 

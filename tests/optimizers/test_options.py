@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
-import reference
 import torch
 from torch import Tensor, nn
 
 import ngplus
+from helpers import reference
 from ngplus import NGAdam, NGPlus
 
 EXACT = {"lr": 0.5, "momentum": 0.0, "graft": None, "damping": 0.1, "update_every": 1}

@@ -6,13 +6,13 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import reference as ref
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ngplus
+from helpers import reference as ref
 
 Draw = Callable[..., Any]
 

@@ -9,12 +9,12 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import reference
 import torch
-from steps import BOTH, EXACT, Make, N, assert_equal, check, data, loss_fn, mlp, one_step
 from torch import Tensor, nn
 
 import ngplus
+from helpers import reference
+from helpers.steps import BOTH, EXACT, Make, N, assert_equal, check, data, loss_fn, mlp, one_step
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import reference
 import torch
-from steps import EXACT, Block, Model, N, assert_equal, brute_force, check, data, loss_fn, one_step
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import ngplus
+from helpers import reference
+from helpers.steps import EXACT, Block, Model, N, assert_equal, brute_force, check, data, loss_fn, one_step
 
 pytestmark = pytest.mark.usefixtures("double")
 

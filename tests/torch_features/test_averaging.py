@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from steps import EXACT, assert_equal, data, loss_fn, one_step
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import ngplus
+from helpers.steps import EXACT, assert_equal, data, loss_fn, one_step
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from steps import BOTH, Make, check, data, loss_fn, mlp, one_step
 from torch import Tensor, nn
+
+from helpers.steps import BOTH, Make, check, data, loss_fn, mlp, one_step
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from steps import EXACT, assert_equal, brute_force, data, loss_fn, mlp
 from torch import nn
 
 import ngplus
+from helpers.steps import EXACT, assert_equal, brute_force, data, loss_fn, mlp
 
 pytestmark = pytest.mark.usefixtures("double")
 

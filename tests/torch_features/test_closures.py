@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from steps import BOTH, Make, N, check, data, loss_fn
 from torch import Tensor, nn
+
+from helpers.steps import BOTH, Make, N, check, data, loss_fn
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from steps import EXACT, Model, assert_equal, data, loss_fn, one_step
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import ngplus
+from helpers.steps import EXACT, Model, assert_equal, data, loss_fn, one_step
 from ngplus.preconditioners import roots
 
 pytestmark = pytest.mark.usefixtures("double", "fresh_compiler")

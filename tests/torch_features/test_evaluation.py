@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from steps import BOTH, EXACT, Make, N, check, data, loss_fn, mlp, one_step
 from torch import Tensor, nn
 
 import ngplus
+from helpers.steps import BOTH, EXACT, Make, N, check, data, loss_fn, mlp, one_step
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -7,10 +7,10 @@ import warnings
 
 import pytest
 import torch
-from steps import EXACT, Model, assert_equal, brute_force, check, data, mlp, one_step
 from torch import nn
 
 import ngplus
+from helpers.steps import EXACT, Model, assert_equal, brute_force, check, data, mlp, one_step
 
 pytestmark = pytest.mark.usefixtures("double")
 

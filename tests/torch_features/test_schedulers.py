@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from steps import EXACT, assert_equal, brute_force, data, mlp, one_step
 from torch.optim import lr_scheduler
 
 import ngplus
+from helpers.steps import EXACT, assert_equal, brute_force, data, mlp, one_step
 
 pytestmark = pytest.mark.usefixtures("double")
 

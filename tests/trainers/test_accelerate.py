@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import ngplus
+from helpers import reference
 
 OPTIONS = {"lr": 0.1, "update_every": 3}
 STEPS, SAVED = 8, 4

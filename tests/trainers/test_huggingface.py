@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import ngplus
+from helpers import reference
 
 WORDS, LENGTH, STEPS, SAVED = 29, 8, 8, 4
 OPTIONS = {"lr": 0.1, "update_every": 3}  # the save after 4 steps lies between two refreshes

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import pytorch_lightning as lightning
-import reference
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import ngplus
+from helpers import reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning")
 
