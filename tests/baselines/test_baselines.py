@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import ngplus
 from helpers import reference as ref
-from helpers.directions import LAMBDA, plain, update_of, woodbury
+from helpers.steps import LAMBDA, plain, update_of
 from ngplus.baselines import KFAC, SENG
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,7 +89,7 @@ def test_the_curvature_stays_between_two_refreshes(kind: Any) -> None:
     gradient = ref.rows(model.weight.grad, model.bias.grad)[0]
     if kind is SENG:
         grads = ref.per_sample_gradients(start, loss_fn, [(x[0, i : i + 1], y[0, i : i + 1]) for i in range(6)])
-        wanted = woodbury(torch.stack([ref.rows(g["weight"], g["bias"]) for g in grads]), gradient)
+        wanted = ref.woodbury(torch.stack([ref.rows(g["weight"], g["bias"]) for g in grads]), gradient, LAMBDA)
     else:
         a = torch.cat([x[0], torch.ones(6, 1).double()], 1)
         g = 2 * (start(x[0]) - y[0]).detach()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import ngplus
 from helpers import layer_cases as layers
 from helpers import reference as ref
-from helpers.directions import LAMBDA, plain, update_of
+from helpers.steps import LAMBDA, plain, update_of
 from ngplus.baselines import KFAC
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from helpers import layer_cases as layers
 from helpers import reference as ref
-from helpers.directions import LAMBDA, plain, update_of, woodbury
+from helpers.steps import LAMBDA, plain, update_of
 from ngplus.baselines import SENG
 from ngplus.baselines import seng as seng_module
 from ngplus.fisher.factors import Lookup, Outer, Rows
@@ -32,7 +32,7 @@ def seng_case(case: layers.Case, dtype: torch.dtype, **options: Any) -> None:
     for names, lay in case.units:
         stack = torch.stack([lay(*(g[name] for name in names)) for g in grads])
         got = lay(*(update[name].double() for name in names))
-        wanted = woodbury(stack, stack.mean(0), options.get("damping", LAMBDA))
+        wanted = ref.woodbury(stack, stack.mean(0), options.get("damping", LAMBDA))
         assert ref.relative_error(got, wanted) < (1e-6 if dtype == torch.float64 else 1e-3), names
         assert optimizer.plan()[names[0]].source in ("sample", "vmap")
 
@@ -104,7 +104,7 @@ def test_seng_takes_a_sub_sample_of_the_batch() -> None:
     grads = ref.per_sample_gradients(start, lambda out, y: (out - y).square().sum(1).mean(), samples)
     stack = torch.stack([ref.rows(g["weight"], g["bias"]) for g in grads])
     chosen = torch.randperm(8, generator=torch.Generator().manual_seed(5 * 1_000_003))[:3]
-    wanted = woodbury(stack[chosen], stack.mean(0))
+    wanted = ref.woodbury(stack[chosen], stack.mean(0), LAMBDA)
     assert ref.relative_error(ref.rows(update["weight"], update["bias"]), wanted) < 1e-6
 
 

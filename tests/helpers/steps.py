@@ -1,4 +1,4 @@
-"""What the tests of capture and of the promises share: small models, one step, and the same step by brute force."""
+"""Small models, one step, and the same step by brute force."""
 
 from __future__ import annotations
 
@@ -109,6 +109,24 @@ def check(model: nn.Module, x: Tensor, y: Tensor, train: Train = one_step, **opt
         train(model, optimizer, x, y)
     assert_equal(model, before, expected)
     return optimizer
+
+
+LAMBDA = 0.3
+
+
+def plain(kind: Any, model: Any, **options: Any) -> Any:
+    """An optimizer whose update is the direction."""
+    return kind(model, **{"lr": 1.0, "momentum": 0.0, "damping": LAMBDA, **options})
+
+
+def update_of(model: nn.Module, optimizer: Any, *losses: Callable[[], Tensor]) -> dict[str, Tensor]:
+    """What a step takes away from each parameter."""
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.zero_grad()
+    for loss in losses:
+        loss().backward()
+    optimizer.step()
+    return {name: before[name] - p.detach() for name, p in model.named_parameters()}
 
 
 # ------------------------------------------------------------------------------------------------ models

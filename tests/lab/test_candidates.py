@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.reference import BETA1, BETA2, average, dense_direction, random_gradients
 from ngplus.lab.candidates import Roots, SampleGradients, block_size
-from test_reference import BETA1, BETA2, average, dense_direction, random_gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
 
