@@ -1,15 +1,10 @@
-"""The optimizer's state: it goes on bit for bit after any save and load, keeps its precision, and owns its hooks."""
+"""The optimizer's state: it goes on bit for bit after any save and load, and keeps its precision."""
 
 from __future__ import annotations
 
 import copy
-import gc
-import io
 import itertools
-import pickle
 import warnings
-import weakref
-from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -23,81 +18,20 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn import functional as F
 
+from helpers.training import (
+    Method,
+    assert_same,
+    both,
+    described,
+    every_method,
+    small_net,
+    through_file,
+    train,
+)
 from ngplus import NGAdam, NGPlus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 T = 2  # update_every: a save after 3 steps lies between two refreshes, one after 4 just before a refresh
-
-Method = Callable[..., Any]  # makes an optimizer of a model
-METHODS: dict[str, Method] = {
-    "sample": partial(NGPlus, curvature="sample"),
-    "momentum": partial(NGPlus, curvature="momentum"),
-    "batch": partial(NGPlus, curvature="batch"),
-    "NGAdam": NGAdam,
-}
-every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-
-
-# ------------------------------------------------------------------------------------------------------ helpers
-
-
-def small_net(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Matrices of 4 x 10, 10 x 17 (low rank for batches of 4), 10 x 2 (right side) and 3 x 11."""
-    torch.manual_seed(seed)
-    layers = [nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 10), nn.LayerNorm(10), nn.Tanh(), nn.Linear(10, 3)]
-    return nn.Sequential(*layers).to(dtype)
-
-
-def loss_of(model: nn.Module, k: int = 0) -> Tensor:
-    """The loss on the k-th batch."""
-    generator = torch.Generator().manual_seed(k)
-    x, y = torch.randn(4, 1, 4, 4, generator=generator), torch.randint(3, (4,), generator=generator)
-    return F.cross_entropy(model(x.to(next(model.parameters()).dtype)), y)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int], sign: float = 1.0) -> None:
-    for k in steps:
-        optimizer.zero_grad()
-        (sign * loss_of(model, k)).backward()
-        optimizer.step()
-
-
-def assert_same(a: Any, b: Any, path: str = "") -> None:
-    """Exactly equal: modules by their parameters, nested dicts and lists by their leaves, tensors with their dtype."""
-    if isinstance(a, nn.Module):
-        a, b = dict(a.named_parameters()), dict(b.named_parameters())
-    assert type(a) is type(b), path
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), path
-        for key in a:
-            assert_same(a[key], b[key], f"{path}.{key}")
-    elif isinstance(a, list):
-        assert len(a) == len(b), path
-        for i, (one, other) in enumerate(zip(a, b, strict=True)):
-            assert_same(one, other, f"{path}[{i}]")
-    elif isinstance(a, Tensor):
-        assert a.dtype == b.dtype, f"{path}: {a.dtype} and {b.dtype}"
-        assert torch.equal(a, b), f"{path} differs by {(a - b).abs().max()}"
-    else:
-        assert a == b, path
-
-
-def through_file(content: Any, weights_only: bool = True) -> Any:
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=weights_only)
-
-
-def described(method: Any) -> str | None:
-    """A test's id; None for what is no method."""
-    if isinstance(method, partial):
-        return "-".join([method.func.__name__, *(f"{key}={value}" for key, value in method.keywords.items())])
-    return method.__name__ if isinstance(method, type) else None
-
-
-def hooks_of(model: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules())
 
 
 # ------------------------------------------------------------------------------------------------------ round trips
@@ -327,7 +261,7 @@ def test_a_state_from_before_an_option_existed_takes_its_default(kind: Method, m
     assert_same(other, model)
 
 
-@pytest.mark.parametrize("kind", [NGPlus, NGAdam])
+@both
 def test_a_state_for_other_groups_is_refused_and_changes_nothing(kind: Method) -> None:
     model = small_net()
     optimizer = kind(model, lr=1e-3)
@@ -372,150 +306,3 @@ def test_distributed_checkpoints_go_on_bit_for_bit(method: Method, flatten: bool
     train(model, optimizer, range(T + 1, 3 * T))
     train(other, restored, range(T + 1, 3 * T))
     assert_same(other, model)
-
-
-# ------------------------------------------------------------------------------------------------------ new groups
-
-
-@every_method
-def test_add_param_group_after_steps(method: Method) -> None:
-    model = small_net()
-    head = list(model[5].parameters())
-    optimizer = method(model[:5].parameters(), model=model, lr=1e-3)
-    start = [p.clone() for p in head]
-    train(model, optimizer, range(3))
-    assert_same(list(map(torch.Tensor.detach, head)), [s.detach() for s in start])
-    state = copy.deepcopy(optimizer.state_dict()["state"])
-
-    optimizer.add_param_group({"params": head, "lr": 2e-3})
-    kept = optimizer.state_dict()["state"]
-    assert_same({i: kept[i] for i in state}, state)
-    assert [group["step"] for group in optimizer.param_groups] == [3, 0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the new parameters are captured from their first step on
-        train(model, optimizer, range(3, 6))
-    assert all(not torch.equal(p, s) for p, s in zip(head, start, strict=True))
-    assert optimizer.curvature("5.weight").matrix.shape == (3, 3)
-    assert [group["step"] for group in optimizer.param_groups] == [6, 3]
-
-
-@pytest.mark.parametrize(
-    "method",
-    [partial(NGPlus, side=side, graft=graft) for side in ("left", "right") for graft in (None, "adam")] + [NGAdam],
-    ids=described,
-)
-def test_a_bias_may_join_its_weight_later(method: Method) -> None:
-    model = small_net()
-    weights = [p for p in model.parameters() if p.dim() > 1]
-    biases = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = method(weights, model=model, lr=1e-3)
-    train(model, optimizer, range(2))
-    optimizer.add_param_group({"params": biases})
-    start = [p.detach().clone() for p in biases]
-    train(model, optimizer, range(2, 4))
-    assert all(p.isfinite().all() for p in model.parameters())
-    assert all(not torch.equal(p, s) for p, s in zip(biases, start, strict=True))
-
-
-@pytest.mark.parametrize("kind", [NGPlus, NGAdam])
-@pytest.mark.parametrize(
-    ("group", "message"),
-    [
-        ({"lr": -1.0}, "learning rate"),
-        ({"update_every": 0}, "update_every"),
-        ({"params": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]}, "complex"),
-    ],
-    ids=["lr", "update_every", "complex"],
-)
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-def test_a_bad_group_is_refused_and_the_optimizer_goes_on(group: dict[str, Any], message: str, kind: Method) -> None:
-    model, other = small_net(), small_net()
-    optimizer, untouched = (kind(m.parameters(), model=m, lr=1e-3, update_every=T) for m in (model, other))
-    train(model, optimizer, range(T + 1))
-    train(other, untouched, range(T + 1))
-    with pytest.raises(ValueError, match=message):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], **group})
-    assert_same(optimizer.state_dict(), untouched.state_dict())
-    train(model, optimizer, range(T + 1, 3 * T))
-    train(other, untouched, range(T + 1, 3 * T))
-    assert_same(model, other)
-
-
-# ------------------------------------------------------------------------------------------------------ hooks
-
-
-@pytest.mark.parametrize(
-    "duplicate",
-    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), lambda model: through_file(model, False)],
-    ids=["deepcopy", "pickle", "torch.save"],
-)
-@pytest.mark.parametrize("curvature", ["sample", "momentum"])
-def test_a_copied_model_has_hooks_that_do_nothing(curvature: str, duplicate: Any) -> None:
-    """Batches that go through the copy between the optimizer's own leave no trace in its curvature."""
-    model, alone = small_net(), small_net()
-    optimizer = NGPlus(model, lr=1e-3, curvature=curvature, update_every=1)
-    reference = NGPlus(alone, lr=1e-3, curvature=curvature, update_every=1)
-    twin = duplicate(model)
-    assert_same(twin, model)
-    for k in range(3):
-        optimizer.zero_grad()
-        loss_of(model, k).backward()
-        loss_of(twin, k + 100).backward()  # with capture armed for this step
-        optimizer.step()
-    train(alone, reference, range(3))
-    assert_same(model, alone)
-    assert_same(optimizer.state_dict(), reference.state_dict())
-    del model, optimizer
-    loss_of(twin).backward()
-
-
-def test_a_copied_model_can_have_an_optimizer_of_its_own() -> None:
-    model = small_net()
-    optimizer = NGPlus(model, lr=1e-3, update_every=1)
-    twin = copy.deepcopy(model)
-    second = NGPlus(twin, lr=1e-3, update_every=1)
-    for k in range(3):
-        train(model, optimizer, [k])
-        train(twin, second, [k])
-    assert_same(twin, model)
-
-
-@pytest.mark.parametrize("steps", [0, 3], ids=lambda n: f"after {n} steps")
-@pytest.mark.parametrize("name", METHODS)
-def test_deleting_the_optimizer_removes_its_hooks_and_frees_the_model(name: str, steps: int) -> None:
-    model = small_net()
-    optimizer = METHODS[name](model, lr=1e-3, update_every=T)
-    assert (hooks_of(model) > 0) == (name in ("sample", "momentum"))  # the others have no need of any
-    train(model, optimizer, range(steps))
-    seen = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert seen() is None
-    assert hooks_of(model) == 0
-    loss_of(model).backward()
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
-
-
-def test_deleting_one_of_two_optimizers_leaves_the_other_watching() -> None:
-    model, alone = small_net(), small_net()
-    first, second = NGPlus(model, lr=1e-3, update_every=1), NGPlus(model, lr=1e-3, update_every=1)
-    reference = NGPlus(alone, lr=1e-3, update_every=1)
-    del first
-    gc.collect()
-    train(model, second, range(2))
-    train(alone, reference, range(2))
-    assert_same(model, alone)
-
-
-def test_add_param_group_leaves_no_hooks_behind() -> None:
-    model = small_net()
-    whole = NGPlus(model)
-    wanted = hooks_of(model)
-    del whole
-    gc.collect()
-    parts = NGPlus(model[:2].parameters(), model=model)
-    parts.add_param_group({"params": model[2:].parameters()})
-    assert hooks_of(model) == wanted

@@ -1,212 +1,30 @@
-"""What torch's own test_optim.py asks of an optimizer, asked of NGPlus and NGAdam with torch's own tools.
-
-``INFOS`` has the OptimizerInfo that torch keeps for each of its optimizers: the settings to test, the learning-rate
-schedulers to test them with, and the inputs that must raise an error.
-"""
+"""What torch's own test_optim.py asks of an optimizer, asked of NGPlus and NGAdam with torch's own tools."""
 
 from __future__ import annotations
 
 import copy
-import pickle
-import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import hypothesis
 import pytest
 import torch
-from test_state import assert_same, loss_of, small_net, train
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import _init_optim_state
-from torch.optim.lr_scheduler import ExponentialLR, LinearLR, PolynomialLR, ReduceLROnPlateau, StepLR
-
-from ngplus import NGAdam, NGPlus
-
-# torch's testing tools load a hypothesis profile of 10 examples and freeze torch.backends, for the whole process.
-profile, frozen = hypothesis.settings.get_current_profile_name(), torch.backends.__allow_nonbracketed_mutation_flag
-from torch.testing._internal.common_optimizers import (  # noqa: E402
-    ErrorOptimizerInput,
-    OptimizerErrorEnum,
-    OptimizerInfo,
-    OptimizerInput,
-    _get_optim_inputs_including_global_cliquey_kwargs,
-    get_error_inputs_for_all_optims,
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch_inputs import (
+    BASIC,
+    ERRORS,
+    INFOS,
+    Setting,
+    build,
+    copies,
+    every_curvature,
+    every_input,
 )
 
-hypothesis.settings.load_profile(profile)
-torch.backends.__allow_nonbracketed_mutation_flag = frozen
+from helpers.training import Method, assert_same, both, loss_of, small_net, train
+from ngplus import NGPlus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-# ------------------------------------------------------------------------------------------------------ inputs
-
-
-def ngplus_inputs(device: Any, dtype: Any = None) -> list[OptimizerInput]:
-    """Each curvature with each graft, then the other options one by one."""
-    inputs = []
-    for curvature in ("sample", "momentum", "batch"):
-        for graft in (None, "sgd", "adam"):
-            kwargs = {"lr": 1e-3, "curvature": curvature, "graft": graft, "update_every": 2}
-            inputs.append(OptimizerInput(None, kwargs, f"{curvature} {graft}"))
-    inputs.append(OptimizerInput(None, {}, "default"))
-    plain = {"lr": 0.01, "graft": "sgd"}
-    for desc, more in {
-        "tensor lr": {"lr": torch.tensor(0.01)},
-        "weight_decay": {"weight_decay": 0.1},
-        "weight_decay batch": {"weight_decay": 0.1, "curvature": "batch"},
-        "maximize": {"maximize": True, "weight_decay": 0.1},
-        "no momentum": {"momentum": 0.0},
-        "nesterov": {"nesterov": True},
-        "nesterov adam": {"nesterov": True, "graft": "adam", "lr": 1e-3},
-        "the paper": {"lr": 1e-3, "momentum": 0.0, "graft": None, "damping": 0.1, "update_every": 1},
-        "woodbury": {"solver": "woodbury", "block_size": 3},
-        "sketched": {"solver": "sketched", "samples": 3},
-    }.items():
-        inputs.append(OptimizerInput(None, {**plain, **more}, desc))
-    return inputs
-
-
-def ngadam_inputs(device: Any, dtype: Any = None) -> list[OptimizerInput]:
-    """The options one by one."""
-    return [
-        OptimizerInput(None, kwargs, f"NGAdam {desc}")
-        for desc, kwargs in {
-            "default": {},
-            "small lr": {"lr": 1e-3, "update_every": 2},
-            "tensor lr": {"lr": torch.tensor([0.001])},
-            "betas": {"lr": 1e-3, "betas": (0.8, 0.9), "eps": 1e-6},
-            "no momentum": {"lr": 1e-3, "betas": (0.0, 0.95), "update_every": 1},
-            "weight_decay": {"lr": 1e-3, "weight_decay": 0.1},
-            "maximize": {"lr": 1e-3, "maximize": True, "weight_decay": 0.1},
-        }.items()
-    ]
-
-
-INFINITY, NAN = float("inf"), float("nan")
-BAD_NUMBERS = {
-    "lr": (-1e-3, INFINITY, NAN, torch.tensor(-1.0), torch.tensor(NAN), "fast", None),
-    "weight_decay": (-0.5, INFINITY),
-    "update_every": (0, -1, 2.5, True),
-}
-
-
-def error_inputs(own: dict[str, Any], bad_numbers: dict[str, Any]) -> list[ErrorOptimizerInput]:
-    """torch's for all optimizers, and what NGPlus and NGAdam refuse alike. ``own`` options are given in all of them."""
-    found = []
-    for case in get_error_inputs_for_all_optims("cpu", torch.float32):
-        case.optimizer_error_input.kwargs.update(own)
-        found.append(case)
-    for name, values in bad_numbers.items():
-        found += [wrong("learning rate" if name == "lr" else name, **{**own, name: value}) for value in values]
-    return [
-        *found,
-        wrong("two models", nn.Linear(1, 1), model=nn.Linear(1, 1), **own),
-        wrong("no parameters", nn.Tanh(), **own),
-        wrong("empty parameter list", [], **own),
-        wrong("complex", [nn.Parameter(torch.ones(2, 3, dtype=torch.complex64))], **own),
-        wrong("complex", nn.Linear(2, 3, dtype=torch.complex64), **own),
-        wrong("non-leaf", [nn.Parameter(torch.ones(2)) * 2], **own),
-    ]
-
-
-def wrong(regex: str, params: Any = None, **kwargs: Any) -> ErrorOptimizerInput:
-    case = OptimizerInput(params, kwargs, f"{regex} {kwargs}")
-    return ErrorOptimizerInput(case, error_type=ValueError, error_regex=regex)
-
-
-def ngplus_error_inputs(device: Any, dtype: Any) -> list[ErrorOptimizerInput]:
-    bad_numbers = {
-        **BAD_NUMBERS,
-        "momentum": (-0.5, NAN),
-        "damping": (-1e-3, INFINITY, NAN, "none", None),
-        "beta": (-0.1, 1.1, NAN),
-        "gamma": (-0.1, INFINITY),
-        "block_size": (0, -3, 2.5),
-        "samples": (0, 0.0, 1.5, -2),
-        "sketch": (0, -1, {"size": 4, "kind": "magic"}, {"sizes": 4}),
-    }
-    batch = {"curvature": "batch"}
-    return [
-        *error_inputs(batch, bad_numbers),
-        *(
-            wrong(f"Invalid {name}: 'magic'", **{**batch, name: "magic"})
-            for name in ("curvature", "side", "solver", "loss_reduction", "graft")
-        ),
-        wrong("nesterov", nesterov=True, momentum=0.0, **batch),
-        wrong("solver='sketched'", solver="sketched", **batch),
-        wrong("damping", solver="woodbury", damping=0.0, model=nn.Linear(1, 1)),
-    ]
-
-
-def ngadam_error_inputs(device: Any, dtype: Any) -> list[ErrorOptimizerInput]:
-    bad_numbers = {**BAD_NUMBERS, "eps": (-1e-8, NAN), "betas": (0.9, (0.9,), (0.9, 0.9, 0.9))}
-    return [
-        *error_inputs({}, bad_numbers),
-        *(wrong("beta parameter at index 0", betas=(beta, 0.9)) for beta in (-0.1, 1.0, NAN)),
-        *(wrong("beta parameter at index 1", betas=(0.9, beta)) for beta in (-0.1, 1.0, NAN)),
-    ]
-
-
-INFOS = tuple(
-    OptimizerInfo(
-        kind,
-        optim_inputs_func=inputs,
-        optim_error_inputs_func=errors,
-        scheduler_inputs=(
-            [lambda opt: StepLR(opt, gamma=0.9, step_size=2)],
-            [
-                lambda opt: StepLR(opt, gamma=0.9, step_size=2),
-                lambda opt: ReduceLROnPlateau(opt, patience=0, threshold=10),
-            ],
-            [lambda opt: LinearLR(opt, start_factor=0.4, total_iters=4), lambda opt: ExponentialLR(opt, gamma=0.99)],
-            [lambda opt: PolynomialLR(opt, total_iters=20, power=1.2)],
-        ),
-        supported_impls=(),
-        supports_complex=False,
-    )
-    for kind, inputs, errors in (
-        (NGPlus, ngplus_inputs, ngplus_error_inputs),
-        (NGAdam, ngadam_inputs, ngadam_error_inputs),
-    )
-)
-
-
-class Setting(NamedTuple):
-    """One of the settings to test, with its optimizer."""
-
-    kind: type[NGPlus | NGAdam]
-    kwargs: dict[str, Any]
-    desc: str
-
-
-INPUTS = [
-    Setting(info.optim_cls, optim_input.kwargs, optim_input.desc)
-    for info in INFOS
-    for optim_input in _get_optim_inputs_including_global_cliquey_kwargs("cpu", torch.float32, info)
-]
-ERRORS = [
-    pytest.param(info.optim_cls, case, id=f"{info.optim_cls.__name__} {case.optimizer_error_input.desc}")
-    for info in INFOS
-    for case in info.optim_error_inputs_func("cpu", torch.float32)
-]
-every_input = pytest.mark.parametrize("optim_input", INPUTS, ids=lambda optim_input: optim_input.desc)
-FIRST = [next(optim_input for optim_input in INPUTS if optim_input.kind is info.optim_cls) for info in INFOS]
-each_optimizer = pytest.mark.parametrize("optim_input", FIRST, ids=lambda optim_input: optim_input.kind.__name__)
-BASIC_NAMES = {
-    "sample None", "sample adam", "momentum None", "momentum adam", "batch None", "batch adam", "the paper",
-    "NGAdam small lr", "NGAdam betas", "NGAdam no momentum",
-}  # fmt: skip
-BASIC = [optim_input for optim_input in INPUTS if optim_input.desc in BASIC_NAMES]
-every_curvature = pytest.mark.parametrize("optim_input", BASIC, ids=lambda optim_input: optim_input.desc)
-
-
-def build(optim_input: Setting, params: Any, **changes: Any) -> Any:
-    """The optimizer on a model; where the curvature is the mini-batch's, on its parameters only."""
-    kwargs = {**copy.deepcopy(optim_input.kwargs), **changes}
-    if isinstance(params, nn.Module) and kwargs.get("curvature") == "batch" and "model" not in kwargs:
-        params = params.parameters()
-    return optim_input.kind(params, **kwargs)
 
 
 @torch.no_grad()
@@ -214,24 +32,19 @@ def loss_now(model: nn.Module) -> float:
     return float(loss_of(model))
 
 
-def copies(tensors: Any) -> list[Tensor]:
-    return [t.detach().clone() for t in tensors]
-
-
 # ------------------------------------------------------------------------------------------------------ errors
 
 
+@both
+@pytest.mark.parametrize("case", ERRORS, ids=lambda case: case.optimizer_error_input.desc)
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
-@pytest.mark.parametrize(("kind", "case"), ERRORS)
-def test_errors(kind: Callable[..., Any], case: ErrorOptimizerInput) -> None:
+def test_errors(case: Any, kind: Method) -> None:
+    """What torch asks of all optimizers; the options of these two are in test_options.py."""
     params, kwargs = case.optimizer_error_input.params, case.optimizer_error_input.kwargs
-    if params is None:
-        params = [nn.Parameter(torch.randn(2, 3))]
-    assert case.error_on == OptimizerErrorEnum.CONSTRUCTION_ERROR
     # a set of parameters: since torch 2.15 a warning
     expected = pytest.warns if issubclass(case.error_type, Warning) else pytest.raises
     with expected(case.error_type, match=case.error_regex):
-        kind(params, **kwargs)
+        kind(params, **kwargs, **({"curvature": "batch"} if kind is NGPlus else {}))
 
 
 @pytest.mark.parametrize("curvature", ["sample", "momentum"])
@@ -509,188 +322,3 @@ def test_lr_schedulers(optim_input: Setting, schedulers: list[Any], tensor_lr: b
     stay = copies(model.parameters())
     train(model, optimizer, [0])
     assert_same(copies(model.parameters()), stay)
-
-
-# ------------------------------------------------------------------------------------------------------ state
-
-
-@every_input
-def test_state_dict_is_deterministic(optim_input: Setting) -> None:
-    model, other = small_net(), small_net()
-    first, second = build(optim_input, model), build(optim_input, other)
-    train(model, first, range(3))
-    torch.manual_seed(123)  # torch's global generator plays no part
-    train(other, second, range(3))
-    assert_same(first.state_dict(), second.state_dict())
-    assert_same(model, other)
-
-
-@every_input
-def test_state_holds_only_what_checkpoints_take(optim_input: Setting) -> None:
-    model = small_net()
-    optimizer = build(optim_input, model)
-    train(model, optimizer, range(3))
-    saved = optimizer.state_dict()
-
-    def plain(value: Any) -> bool:
-        if isinstance(value, dict):
-            return all(isinstance(key, str) and plain(item) for key, item in value.items())
-        return type(value) in (Tensor, bool, int, float, str)
-
-    assert any(saved["state"].values())
-    for key, value in saved["state"].items():
-        assert isinstance(key, int)
-        assert plain(value), key
-    for group in saved["param_groups"]:
-        for key, value in group.items():
-            values = value if key == "betas" else (value,)
-            assert all(x is None or plain(x) for x in values) or key in ("params", "param_names"), key
-
-
-def test_a_fresh_optimizer_has_no_state() -> None:
-    """torch.distributed.checkpoint takes any entry for a sign that the state is initialised."""
-    assert [len(build(optim_input, small_net()).state) for optim_input in INPUTS] == [0] * len(INPUTS)
-
-
-@every_curvature
-def test_load_state_dict_with_param_groups(optim_input: Setting) -> None:
-    """Groups of different options come back as they were, in the order of the groups."""
-    changes = {"lr": 0.7, "weight_decay": 0.0}
-
-    def groups(model: nn.Sequential) -> list[dict[str, Any]]:
-        return [{"params": model[3:].parameters(), "lr": 5e-4, "weight_decay": 0.1}, {"params": model[:3].parameters()}]
-
-    model, other = small_net(), small_net(seed=1)
-    optimizer = build(optim_input, groups(model), model=model)
-    train(model, optimizer, range(3))
-    restored = build(optim_input, groups(other), model=other, **changes)
-    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    other.load_state_dict(model.state_dict())
-    for key in ("lr", "weight_decay", "step"):
-        assert [g[key] for g in restored.param_groups] == [g[key] for g in optimizer.param_groups]
-    train(model, optimizer, range(3, 6))
-    train(other, restored, range(3, 6))
-    assert_same(model, other)
-
-
-AUTO = [
-    optim_input._replace(kwargs={**optim_input.kwargs, "damping": "auto"}, desc=f"{optim_input.desc} auto")
-    for optim_input in BASIC
-    if optim_input.kind is NGPlus
-]
-
-
-@pytest.mark.parametrize("optim_input", BASIC + AUTO, ids=lambda optim_input: optim_input.desc)
-def test_initialising_the_state_does_not_consume_the_first_refresh(optim_input: Setting) -> None:
-    """torch.distributed.checkpoint steps with lr = 0 on zero gradients: nothing of that is in the curvature later."""
-    model, other = small_net(), small_net()
-    optimizer = build(optim_input, model, model=model, update_every=5)
-    fresh = build(optim_input, other, model=other, update_every=5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _init_optim_state(optimizer)
-    assert all(optimizer.state[group["params"][0]] for group in optimizer.param_groups)
-    assert_same(model, other)
-    assert [group["lr"] for group in optimizer.param_groups] == [1e-3]
-    assert [group["step"] for group in optimizer.param_groups] == [0]
-    train(model, optimizer, range(1))
-    train(other, fresh, range(1))
-    for name in ("0.weight", "2.weight", "3.weight", "5.weight"):
-        own, its = model.get_parameter(name), other.get_parameter(name)
-        if optimizer.plan()[name].side == "none":
-            torch.testing.assert_close(optimizer.state[own]["exp_avg_sq"], fresh.state[its]["exp_avg_sq"])
-        else:
-            torch.testing.assert_close(optimizer.curvature(own).matrix, fresh.curvature(its).matrix)
-
-
-# ------------------------------------------------------------------------------------------------------ hooks, copies
-
-
-@each_optimizer
-def test_step_hooks(optim_input: Setting) -> None:
-    model, order = small_net(), []
-    optimizer = build(optim_input, model)
-
-    def before(opt: Any, args: Any, kwargs: Any) -> None:
-        assert opt is optimizer
-        order.append(("before", opt.param_groups[0]["step"]))
-
-    def after(opt: Any, args: Any, kwargs: Any) -> None:
-        assert opt is optimizer
-        order.append(("after", opt.param_groups[0]["step"]))
-
-    handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-    train(model, optimizer, range(2))
-    assert order == [("before", 0), ("after", 1), ("before", 1), ("after", 2)]
-    for handle in handles:
-        handle.remove()
-    train(model, optimizer, range(2, 3))
-    assert len(order) == 4
-
-
-@each_optimizer
-def test_a_pre_hook_may_replace_the_closure(optim_input: Setting) -> None:
-    model = small_net()
-    optimizer = build(optim_input, model)
-    optimizer.register_step_pre_hook(lambda opt, args, kwargs: ((args[0], lambda: 7.0), {}))
-    loss_of(model).backward()
-    assert optimizer.step() == 7.0
-
-
-@each_optimizer
-def test_state_dict_hooks(optim_input: Setting) -> None:
-    model = small_net()
-    optimizer = build(optim_input, model)
-    train(model, optimizer, range(2))
-    calls = []
-    optimizer.register_state_dict_pre_hook(lambda opt: calls.append("save"))
-    optimizer.register_state_dict_post_hook(lambda opt, saved: {**saved, "note": "mine"})
-    optimizer.register_load_state_dict_pre_hook(lambda opt, saved: calls.append(saved["note"]))
-    optimizer.register_load_state_dict_post_hook(lambda opt: calls.append("loaded"))
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert calls == ["save", "mine", "loaded"]
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
-)
-@pytest.mark.parametrize("steps", [0, 3])
-@every_curvature
-def test_a_copied_model_and_optimizer_go_on_alike(optim_input: Setting, steps: int, duplicate: Any) -> None:
-    model = small_net()
-    optimizer = build(optim_input, model)
-    train(model, optimizer, range(steps))
-    other, twin = duplicate((model, optimizer))
-    assert_same(twin.state_dict(), optimizer.state_dict())
-    assert not {id(p) for p in model.parameters()} & {id(p) for group in twin.param_groups for p in group["params"]}
-    train(model, optimizer, range(steps, steps + 3))
-    train(other, twin, range(steps, steps + 3))
-    assert_same(other, model)
-    assert_same(twin.state_dict(), optimizer.state_dict())
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))], ids=["deepcopy", "pickle"]
-)
-@every_curvature
-@pytest.mark.filterwarnings("ignore:No per-sample curvature")
-def test_a_copied_optimizer_steps_its_own_parameters(optim_input: Setting, duplicate: Any) -> None:
-    model = small_net()
-    optimizer = build(optim_input, model)
-    train(model, optimizer, range(3))
-    before = copies(model.parameters())
-    twin = duplicate(optimizer)
-    own = twin.param_groups[0]["params"]
-    for p in own:
-        p.grad = torch.ones_like(p)
-    twin.step()
-    assert_same(copies(model.parameters()), before)
-    assert all(not torch.equal(p, b) for p, b in zip(own, before, strict=True))
-
-
-def test_optimizer_can_be_printed() -> None:
-    for optim_input in INPUTS:
-        text = repr(build(optim_input, small_net()))
-        assert text.startswith(f"{optim_input.kind.__name__} (")
-        name, usual = ("curvature", "sample") if optim_input.kind is NGPlus else ("betas", (0.9, 0.95))
-        assert f"{name}: {optim_input.kwargs.get(name, usual)}" in text
