@@ -1,4 +1,4 @@
-"""plan(), curvature(), gfim() and the Preconditioner: what a person looks at, and what a program can use."""
+"""plan() and curvature(): what a person looks at, and what a program can use."""
 
 from __future__ import annotations
 
@@ -10,24 +10,8 @@ from torch import Tensor, nn
 
 import ngplus
 from helpers import reference as ref
+from helpers.steps import conv_net, data, one_step
 from ngplus.baselines import KFAC, SENG
-
-
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().flatten(1).sum(1).mean()
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
-
-
-def data() -> tuple[Tensor, Tensor]:
-    return torch.randn(6, 2, 4, 4), torch.randn(6, 3)
-
-
-def one_step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
-    loss_fn(model(x), y).backward()
-    optimizer.step()
 
 
 def state_bytes(optimizer: ngplus.NGPlus | ngplus.NGAdam) -> int:
@@ -53,10 +37,10 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_state_bytes_are_those_that_the_state_has(options: dict[str, Any]) -> None:
-    model = net()
+    model = conv_net()
     optimizer = ngplus.NGPlus(model, **options)
     before = optimizer.plan(batch_size=6, positions=4)
-    one_step(model, optimizer, *data())
+    one_step(model, optimizer, *data(2, 4, 4))
     after = optimizer.plan()
     assert abs(after.state_bytes - state_bytes(optimizer)) <= 8 * len(after)  # but for lambda, a number each
     if options.get("solver") != "woodbury":  # whose rank depends on each layer's positions
@@ -64,15 +48,15 @@ def test_state_bytes_are_those_that_the_state_has(options: dict[str, Any]) -> No
 
 
 def test_state_bytes_of_ngadam_are_those_that_the_state_has() -> None:
-    model = net()
+    model = conv_net()
     optimizer = ngplus.NGAdam(model)
     before = optimizer.plan().state_bytes
-    one_step(model, optimizer, *data())
+    one_step(model, optimizer, *data(2, 4, 4))
     assert before == optimizer.plan().state_bytes == state_bytes(optimizer) > 0
 
 
 def test_every_parameter_has_one_row() -> None:
-    model = net()
+    model = conv_net()
     plan = ngplus.NGPlus(model).plan()
     assert [row.parameters for row in plan] == [
         ("0.weight", "0.bias"),
@@ -208,102 +192,14 @@ def test_a_plan_for_what_is_not_there_is_refused() -> None:
 def test_curvature_is_recovered_from_the_inverse() -> None:
     """Exact until the next step; later from the inverse."""
     torch.manual_seed(0)
-    model = net().double()
+    model = conv_net().double()
     optimizer = ngplus.NGPlus(model, solver="dense")
-    x, y = (t.double() for t in data())
+    x, y = (t.double() for t in data(2, 4, 4))
     one_step(model, optimizer, x, y)
     exact = {name: optimizer.curvature(name).matrix.clone() for name, _ in model.named_parameters()}
     one_step(model, optimizer, x, y)
     for name, matrix in exact.items():
         assert ref.relative_error(optimizer.curvature(name).matrix, matrix) < 1e-8
-
-
-def test_curvature_of_an_unknown_name_or_before_the_first_step() -> None:
-    model = net()
-    optimizer = ngplus.NGPlus(model)
-    with pytest.raises(KeyError, match="nothing"):
-        optimizer.curvature("nothing")
-    with pytest.raises(RuntimeError, match=r"0\.weight"):
-        optimizer.curvature(model[0].weight)
-
-
-def test_gfim_touches_nothing() -> None:
-    model = net().eval()
-    x, y = data()
-    mean = model[1].running_mean.clone()
-    found = ngplus.gfim(model, loss_fn, x, y)
-    assert set(found) == {name for name, _ in model.named_parameters()}
-    assert all(p.grad is None for p in model.parameters())
-    assert not model.training
-    assert torch.equal(mean, model[1].running_mean)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_gfim_leaves_every_module_in_its_mode() -> None:
-    model = net()
-    model[1].eval()  # frozen statistics
-    ngplus.gfim(model, loss_fn, *data())
-    assert [module.training for module in model] == [True, False, True, True, True]
-
-
-@pytest.mark.parametrize("bad", [{"side": "both"}, {"side": "up"}, {"loss_reduction": "none"}], ids=str)
-def test_gfim_refuses_what_it_does_not_know(bad: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match=f"Invalid {next(iter(bad))}: .*one of"):
-        ngplus.gfim(net(), loss_fn, *data(), **bad)
-
-
-def test_gfim_takes_several_inputs_and_names() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(3, 2)
-
-        def forward(self, left: Tensor, right: Tensor) -> Tensor:
-            return self.a(left * right)
-
-    model, left, right, y = Two(), torch.randn(5, 3), torch.randn(5, 3), torch.randn(5, 2)
-    as_tuple = ngplus.gfim(model, loss_fn, (left, right), y)["a.weight"].matrix
-    as_names = ngplus.gfim(model, loss_fn, {"left": left, "right": right}, y)["a.weight"].matrix
-    torch.testing.assert_close(as_tuple, as_names)
-    torch.testing.assert_close(
-        as_tuple, ngplus.gfim(nn.Sequential(model.a), loss_fn, left * right, y)["0.weight"].matrix
-    )
-
-
-def test_preconditioner_leaves_the_step_to_another() -> None:
-    torch.manual_seed(0)
-    model = net()
-    preconditioner = ngplus.Preconditioner(model, damping=0.5, update_every=2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    x, y = data()
-    losses = []
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss = loss_fn(model(x), y)
-        loss.backward()
-        losses.append(loss.item())
-        preconditioner.step()
-        optimizer.step()
-    assert losses[-1] < 0.5 * losses[0]
-    assert len(preconditioner.plan()) == 3
-    assert preconditioner.curvature("4.weight").side == "left"
-    again = ngplus.Preconditioner(model, damping=0.5, update_every=2)
-    again.load_state_dict(preconditioner.state_dict())
-    assert again.param_groups[0]["step"] == 30
-
-
-@pytest.mark.parametrize("option", ["lr", "weight_decay", "momentum", "nesterov", "maximize"])
-def test_preconditioner_refuses_the_options_of_the_step(option: str) -> None:
-    with pytest.raises(TypeError, match=option):
-        ngplus.Preconditioner(net(), **{option: 0.1})
-
-
-def test_preconditioner_takes_the_momentum_that_shapes_the_direction() -> None:
-    assert ngplus.Preconditioner(net(), graft="adam", momentum=0.8).param_groups[0]["momentum"] == 0.8
-    with pytest.raises(TypeError, match="momentum"):
-        ngplus.Preconditioner(net(), graft="sgd", momentum=0.9)
-    with pytest.raises(TypeError, match="nesterov"):
-        ngplus.Preconditioner(net(), graft="adam", momentum=0.9, nesterov=True)
 
 
 def test_a_refresh_that_captured_nothing_is_told() -> None:

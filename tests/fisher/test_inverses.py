@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ngplus
+from helpers.training import all_finite, failing_eigh
 from ngplus.fisher import inverses
 from ngplus.fisher.factors import base
 from ngplus.fisher.sketch import KINDS, Sketch, SketchSpec
@@ -161,17 +162,6 @@ def test_inverse_root_at_any_scale(d: int, scale: float) -> None:
     torch.testing.assert_close(root.double(), wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
 
 
-def failing_eigh(monkeypatch: pytest.MonkeyPatch, *dtypes: torch.dtype) -> None:
-    plain = torch.linalg.eigh
-
-    def eigh(x: Tensor) -> Any:
-        if x.dtype in dtypes:
-            raise torch.linalg.LinAlgError("the algorithm failed to converge")
-        return plain(x)
-
-    monkeypatch.setattr(torch.linalg, "eigh", eigh)
-
-
 def test_inverse_root_where_float32_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
     """As LAPACK has failed on a real layer with many dead units: float64 takes over."""
     matrix, damping = (u := random(2, 20, 30)) @ u.mT / 20, torch.full((2, 1, 1), 0.1, dtype=torch.float64)
@@ -316,4 +306,4 @@ def test_devices_without_float64(monkeypatch: pytest.MonkeyPatch, kind: Any, opt
         assert optimizer.curvature("0.weight").matrix.isfinite().all()
         hopeless = -torch.eye(3, dtype=torch.float32)[None]
         assert inverses.dense_inverse(hopeless, torch.zeros((), dtype=torch.float32)).isfinite().all()
-    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert all_finite(model)

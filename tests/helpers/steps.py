@@ -136,6 +136,11 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 3))
 
 
+def conv_net() -> nn.Sequential:
+    """Takes ``data(2, 4, 4)``."""
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+
+
 class Recurrent(nn.Module):
     """One layer called three times."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import pickle
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import ngplus
+from helpers.training import both, equal, floats, parameters, through_file, train_to_zero
 from ngplus.optimizers import checkpoints
 
 STORED = Path(__file__).parent / "stored"
@@ -22,22 +22,6 @@ STORED = Path(__file__).parent / "stored"
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-
-
-def train(model: nn.Module, optimizer: Any, steps: range) -> None:
-    for k in steps:
-        x = torch.randn(6, 5, generator=torch.Generator().manual_seed(k))
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-
-def parameters(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def stored(name: str) -> Any:
@@ -73,30 +57,30 @@ def test_an_earlier_layout_loads(name: str, version: int | None) -> None:
     before = parameters(model)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # in today's layout
     for own, its in ((model, optimizer), (twin, other)):
-        train(own, its, range(3, 6))
+        train_to_zero(own, its, floats(6, 5), range(3, 6))
         assert its.health().good
-    assert not same(before, parameters(model))
-    assert same(parameters(twin), parameters(model))
+    assert not equal(before, parameters(model))
+    assert equal(parameters(twin), parameters(model))
 
 
-@pytest.mark.parametrize("kind", [ngplus.NGPlus, ngplus.NGAdam])
+@both
 def test_an_adaptive_state_of_an_earlier_layout_is_refused(kind: Any) -> None:
     model = net()
     optimizer = kind(model, lr=0.01, update_every=2)
-    train(model, optimizer, range(2))
+    train_to_zero(model, optimizer, floats(6, 5), range(2))
     before = copy.deepcopy(optimizer.state_dict()["param_groups"])
     message = "scaling='adaptive'.*NGAdam" if kind is ngplus.NGPlus else "not of NGAdam: its groups have no betas"
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(stored("adaptive")["optimizer"])
     assert optimizer.state_dict()["param_groups"] == before
-    train(model, optimizer, range(2, 4))
+    train_to_zero(model, optimizer, floats(6, 5), range(2, 4))
     assert optimizer.health().good
 
 
 def spoilt(change: Any, kind: Any = ngplus.NGPlus) -> Any:
     model = net()
     optimizer = kind(model, lr=0.01)
-    train(model, optimizer, range(2))
+    train_to_zero(model, optimizer, floats(6, 5), range(2))
     content = copy.deepcopy(optimizer.state_dict())
     change(content)
     return content
@@ -105,7 +89,7 @@ def spoilt(change: Any, kind: Any = ngplus.NGPlus) -> Any:
 def adam() -> dict[str, Any]:
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
-    train(model, optimizer, range(1))
+    train_to_zero(model, optimizer, floats(6, 5), range(1))
     return optimizer.state_dict()
 
 
@@ -181,7 +165,7 @@ REFUSED_BY_NGADAM: dict[str, tuple[Any, str]] = {
 def test_what_does_not_fit_is_refused_and_nothing_is_half_loaded(kind: Any, make: Any, message: str) -> None:
     model = net()
     optimizer = kind(model, lr=0.01)
-    train(model, optimizer, range(3))
+    train_to_zero(model, optimizer, floats(6, 5), range(3))
     before = copy.deepcopy(optimizer.state_dict())
     content = make()
     with pytest.raises((ValueError, TypeError), match=message):
@@ -191,28 +175,22 @@ def test_what_does_not_fit_is_refused_and_nothing_is_half_loaded(kind: Any, make
     for i, entries in before["state"].items():
         for key, value in entries.items():
             assert torch.equal(torch.as_tensor(after["state"][i][key]), torch.as_tensor(value)), key
-    train(model, optimizer, range(3, 5))
+    train_to_zero(model, optimizer, floats(6, 5), range(3, 5))
 
 
-@pytest.mark.parametrize("kind", [ngplus.NGPlus, ngplus.NGAdam])
+@both
 def test_a_checkpoint_loads_without_executing_code(kind: Any) -> None:
     model = net()
     optimizer = kind(model)
-    train(model, optimizer, range(1))
-    buffer = io.BytesIO()
-    torch.save(optimizer.state_dict(), buffer)
-    buffer.seek(0)
-    optimizer.load_state_dict(torch.load(buffer, weights_only=True))
+    train_to_zero(model, optimizer, floats(6, 5), range(1))
+    optimizer.load_state_dict(through_file(optimizer.state_dict()))
 
     class Evil:
         def __reduce__(self) -> Any:
             return print, ("this must not be run",)
 
-    evil = io.BytesIO()
-    torch.save({**optimizer.state_dict(), "extra": Evil()}, evil)
-    evil.seek(0)
     with pytest.raises(pickle.UnpicklingError):
-        torch.load(evil, weights_only=True)
+        through_file({**optimizer.state_dict(), "extra": Evil()})
 
 
 def test_no_reader_of_the_package_loads_with_pickle() -> None:

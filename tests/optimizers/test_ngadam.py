@@ -12,33 +12,18 @@ import torch
 from torch import Tensor, nn
 
 import ngplus
+from helpers.training import Inputs, equal, floats, indices, train_to_zero
 from ngplus.lab.candidates import Roots
 from ngplus.preconditioners.roots import MAX_RMS, damping_at
 from ngplus.reference import inverse_root, ngadam_direction
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
 LR, DECAY = 0.02, 0.3
-Inputs = Callable[[int], Tensor]
 
 
 def gradients(shape: tuple[int, ...], steps: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator) for _ in range(steps)]
-
-
-def train(model: nn.Module, optimizer: Any, inputs: Inputs, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        model(inputs(step)).square().mean().backward()
-        optimizer.step()
-
-
-def floats(*shape: int) -> Inputs:
-    return lambda step: torch.randn(*shape, generator=torch.Generator().manual_seed(step))
-
-
-def indices(top: int, *shape: int) -> Inputs:
-    return lambda step: torch.randint(top, shape, generator=torch.Generator().manual_seed(step))
 
 
 # ------------------------------------------------------------------------------------------------ the update
@@ -77,8 +62,8 @@ def test_same_as_the_candidate_that_was_chosen(model: Callable[[], nn.Module], i
     """With blocks of long sides and of kernels, diagonal tables, and vectors."""
     one = model()
     other = copy.deepcopy(one)
-    train(one, ngplus.NGAdam(one, lr=LR, weight_decay=DECAY), inputs, range(12))
-    train(other, Roots(other, lr=LR, weight_decay=DECAY, decay=True), inputs, range(12))
+    train_to_zero(one, ngplus.NGAdam(one, lr=LR, weight_decay=DECAY), inputs, range(12))
+    train_to_zero(other, Roots(other, lr=LR, weight_decay=DECAY, decay=True), inputs, range(12))
     torch.testing.assert_close(dict(one.named_parameters()), dict(other.named_parameters()))
 
 
@@ -156,13 +141,13 @@ def test_trains_without_a_warning_and_below_adamw() -> None:
 def test_resumes_where_it_was() -> None:
     one = wide()
     first = ngplus.NGAdam(one)
-    train(one, first, floats(8, 200), range(8))
+    train_to_zero(one, first, floats(8, 200), range(8))
     other = copy.deepcopy(one)
     second = ngplus.NGAdam(other)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for model, optimizer in ((one, first), (other, second)):
-        train(model, optimizer, floats(8, 200), range(8, 16))
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+        train_to_zero(model, optimizer, floats(8, 200), range(8, 16))
+    assert equal(one, other)
 
 
 def test_a_state_of_another_optimizer_is_refused() -> None:
@@ -178,7 +163,7 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
 def test_state_is_float32_for_parameters_of_16_bits(dtype: torch.dtype) -> None:
     model = nn.Linear(6, 4).to(dtype)
     optimizer = ngplus.NGAdam(model)
-    train(model, optimizer, lambda step: torch.randn(3, 6, dtype=dtype), range(3))
+    train_to_zero(model, optimizer, lambda step: torch.randn(3, 6, dtype=dtype), range(3))
     optimizer.load_state_dict(optimizer.state_dict())
     kept = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
     assert {x.dtype for x in kept} == {torch.float32}
@@ -188,34 +173,11 @@ def test_state_is_float32_for_parameters_of_16_bits(dtype: torch.dtype) -> None:
 def test_a_cast_in_the_middle_keeps_the_averages() -> None:
     model = nn.Linear(6, 4).float()
     optimizer = ngplus.NGAdam(model)
-    train(model, optimizer, lambda step: torch.randn(3, 6, dtype=torch.float32), range(3))
+    train_to_zero(model, optimizer, lambda step: torch.randn(3, 6, dtype=torch.float32), range(3))
     model.double()
-    train(model, optimizer, floats(3, 6), range(1))
+    train_to_zero(model, optimizer, floats(3, 6), range(1))
     assert optimizer.state[model.weight]["step"] == 4
     assert optimizer.state[model.weight]["left"].dtype == torch.float64
-
-
-def test_gradients_that_are_not_finite_change_nothing() -> None:
-    model = nn.Linear(3, 2)
-    optimizer = ngplus.NGAdam(model)
-    train(model, optimizer, floats(4, 3), range(2))
-    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
-    model(torch.full((4, 3), torch.nan)).sum().backward()
-    with pytest.warns(ngplus.HealthWarning):
-        optimizer.step()
-    torch.testing.assert_close(before, (model.state_dict(), optimizer.state_dict()["state"]), rtol=0, atol=0)
-    assert optimizer.health().skipped == 1
-
-
-def test_zero_gradients_make_no_step() -> None:
-    model = nn.Linear(3, 2)
-    before = copy.deepcopy(model)
-    optimizer = ngplus.NGAdam(model, weight_decay=0.0)
-    for _ in range(3):
-        optimizer.zero_grad()
-        (0 * model(torch.randn(4, 3)).sum()).backward()
-        optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
 
 
 def test_curvature_is_the_moving_average() -> None:
@@ -230,30 +192,6 @@ def test_curvature_is_the_moving_average() -> None:
     wanted = sum(w * g.mT @ g for w, g in zip(weights, seen, strict=True))
     assert side == "right"
     torch.testing.assert_close(matrix, wanted)
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"lr": -1.0}, "learning rate"), ({"betas": (1.0, 0.9)}, "beta parameter at index 0"),
-        ({"betas": (0.9, 1.5)}, "beta parameter at index 1"), ({"betas": 0.9}, "betas"), ({"eps": -1.0}, "eps"),
-        ({"weight_decay": -0.1}, "weight_decay"), ({"update_every": 0}, "update_every"), ({"maximize": 1}, "maximize"),
-        ({"distribution": "magic"}, "distribution"),
-    ],
-)  # fmt: skip
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        ngplus.NGAdam(nn.Linear(2, 2), **options)
-
-
-def test_groups_have_their_own_options() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[1].parameters(), "betas": (0.5, 0.9)}]
-    optimizer = ngplus.NGAdam(groups, model=model)
-    before = copy.deepcopy(model)
-    train(model, optimizer, floats(4, 3), range(2))
-    assert torch.equal(model[0].weight, before[0].weight)
-    assert not torch.equal(model[1].weight, before[1].weight)
 
 
 def test_a_layer_without_gradients_in_float32() -> None:

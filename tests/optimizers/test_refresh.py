@@ -9,14 +9,7 @@ import torch
 from torch import nn
 
 import ngplus
-
-
-def train(net: nn.Module, optimizer: ngplus.NGPlus, steps: range) -> None:
-    for step in steps:
-        x = torch.randn(8, 5, generator=torch.Generator().manual_seed(step)).double()
-        optimizer.zero_grad()
-        net(x).square().mean().backward()
-        optimizer.step()
+from helpers.training import floats, train_to_zero
 
 
 @pytest.mark.parametrize(("option", "value"), [("side", "left"), ("block_size", 2)])
@@ -26,11 +19,13 @@ def test_a_change_of_side_or_blocks_is_a_refresh(rows: int, option: str, value: 
     torch.manual_seed(1)
     net = nn.Linear(5, rows).double()  # rows x 6, with the bias
     optimizer = ngplus.NGPlus(net, momentum=0.0, side="right", update_every=100)
-    train(net, optimizer, range(3))
+    train_to_zero(net, optimizer, floats(8, 5), range(3))
     twin = copy.deepcopy(net)
     optimizer.param_groups[0][option] = value
-    train(net, optimizer, range(3, 4))
-    train(twin, ngplus.NGPlus(twin, momentum=0.0, **{"side": "right", option: value}), range(3, 4))
+    train_to_zero(net, optimizer, floats(8, 5), range(3, 4))
+    train_to_zero(
+        twin, ngplus.NGPlus(twin, momentum=0.0, **{"side": "right", option: value}), floats(8, 5), range(3, 4)
+    )
     torch.testing.assert_close(net.weight, twin.weight)
 
 

@@ -6,8 +6,6 @@ import copy
 import gc
 import os
 import threading
-import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,9 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import ngplus
-
-Method = Callable[..., Any]  # makes an optimizer of a model
-both = pytest.mark.parametrize("kind", [ngplus.NGPlus, ngplus.NGAdam])
+from helpers.training import Method, all_finite, both, floats, train_to_zero
 
 
 def net() -> nn.Sequential:
@@ -26,69 +22,38 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
-def train(model: nn.Module, optimizer: Any, steps: int = 3) -> None:
-    for k in range(steps):
-        like = next(model.parameters())
-        x = torch.randn(8, 5, generator=torch.Generator().manual_seed(k)).to(like)
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-
-def finite(model: nn.Module) -> bool:
-    return all(bool(p.isfinite().all()) for p in model.parameters())
-
-
-def hooks(model: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-
-
 @both
 def test_a_replaced_parameter_stays_out_until_it_is_added(kind: Method) -> None:
     """As in torch.optim: the optimizer has the old one, and goes on with the rest."""
     model = net()
     optimizer = kind(model, lr=0.01, update_every=2)
-    train(model, optimizer)
+    train_to_zero(model, optimizer, floats(8, 5), range(3))
     model[2].weight = nn.Parameter(torch.randn(3, 6))
     before = model[2].weight.detach().clone()
     first = model[0].weight.detach().clone()
-    train(model, optimizer)
+    train_to_zero(model, optimizer, floats(8, 5), range(3))
     assert torch.equal(before, model[2].weight)
     assert not torch.equal(first, model[0].weight)
     optimizer.add_param_group({"params": [model[2].weight]})
-    train(model, optimizer)
+    train_to_zero(model, optimizer, floats(8, 5), range(3))
     assert not torch.equal(before, model[2].weight)
-    assert finite(model)
+    assert all_finite(model)
 
 
 @both
 def test_a_layer_added_and_one_removed(kind: Method) -> None:
     model = net()
     optimizer = kind(model, lr=0.01, update_every=2)
-    train(model, optimizer)
+    train_to_zero(model, optimizer, floats(8, 5), range(3))
     model.append(nn.Linear(3, 2))
     optimizer.add_param_group({"params": list(model[3].parameters())})
     before = model[3].weight.detach().clone()
-    train(model, optimizer)
+    train_to_zero(model, optimizer, floats(8, 5), range(3))
     assert not torch.equal(before, model[3].weight)
     del model[3]
-    train(model, optimizer)  # its parameters have no gradient any more
-    assert finite(model)
+    train_to_zero(model, optimizer, floats(8, 5), range(3))  # its parameters have no gradient any more
+    assert all_finite(model)
     assert len(optimizer.plan()) == (3 if kind is ngplus.NGPlus else 6)  # with it: nobody has taken it out
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("method", [partial(ngplus.NGPlus, momentum=0.0), ngplus.NGAdam], ids=["NGPlus", "NGAdam"])
-def test_a_cast_between_refreshes(dtype: torch.dtype, method: Method) -> None:
-    model = net()
-    optimizer = method(model, lr=0.01, update_every=100)
-    train(model, optimizer)
-    model.to(dtype)
-    before = model[0].weight.detach().clone()
-    train(model, optimizer)
-    assert finite(model)
-    assert model[0].weight.dtype == dtype
-    assert not torch.equal(before, model[0].weight)
 
 
 @both
@@ -96,30 +61,14 @@ def test_weights_tied_and_untied(kind: Method) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Tanh(), nn.Linear(5, 5, bias=False))
     optimizer = kind(model, lr=0.01, update_every=2)
-    train(model, optimizer)
+    train_to_zero(model, optimizer, floats(8, 5), range(3))
     own = model[2].weight
     model[2].weight = model[0].weight  # tied: the second use has a gradient that no watched use of its own brings
-    train(model, optimizer)
-    assert finite(model)
+    train_to_zero(model, optimizer, floats(8, 5), range(3))
+    assert all_finite(model)
     model[2].weight = own
-    train(model, optimizer)
-    assert finite(model)
-
-
-@both
-def test_copies_are_a_pair_of_their_own(kind: Method) -> None:
-    model = net()
-    optimizer = kind(model, lr=0.01, update_every=2)
-    train(model, optimizer)
-    other, its_optimizer = copy.deepcopy((model, optimizer))
-    train(model, optimizer)
-    train(other, its_optimizer)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
-    alone = copy.deepcopy(model)
-    alone(torch.randn(2, 5)).sum().backward()  # a copy of the model alone carries no live hooks
-    assert optimizer.health().good
-    assert its_optimizer.health().good
+    train_to_zero(model, optimizer, floats(8, 5), range(3))
+    assert all_finite(model)
 
 
 @both
@@ -139,30 +88,10 @@ def test_two_optimizers_on_one_model_do_not_see_each_other(kind: Method) -> None
             first.step()
             second.step()
 
-    train(one, together, 12)
-    train(two, Both(), 12)
+    train_to_zero(one, together, floats(8, 5), range(12))
+    train_to_zero(two, Both(), floats(8, 5), range(12))
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize(
-    "method",
-    [ngplus.NGPlus, partial(ngplus.NGPlus, curvature="momentum"), ngplus.NGAdam],
-    ids=["sample", "momentum", "NGAdam"],
-)
-def test_nothing_keeps_model_or_optimizer_alive(method: Method) -> None:
-    model = net()
-    optimizer = method(model, lr=0.01, update_every=2)
-    train(model, optimizer)
-    alive = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert alive() is None
-    assert hooks(model) == 0
-    kept = weakref.ref(model)
-    del model
-    gc.collect()
-    assert kept() is None
 
 
 def test_threads_that_share_a_model() -> None:
@@ -183,12 +112,12 @@ def test_threads_that_share_a_model() -> None:
     for thread in threads:
         thread.start()
     try:
-        train(model, optimizer, 20)
+        train_to_zero(model, optimizer, floats(8, 5), range(20))
     finally:
         stop.set()
         for thread in threads:
             thread.join()
-    train(quiet, alone, 20)
+    train_to_zero(quiet, alone, floats(8, 5), range(20))
     assert not errors
     for a, b in zip(model.parameters(), quiet.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -266,7 +195,7 @@ def test_a_weight_of_50000_by_8(kind: Method, side: str, shape: tuple[int, int])
     assert (row.side, row.shape) == (side, shape)
     assert row.state_bytes < 3 * 50_000 * 9 * 4 + 10_000
     assert planned < 3 * 50_000 * 9 * 4 + 10_000
-    assert finite(model)
+    assert all_finite(model)
 
 
 def test_a_layer_of_100_million_parameters_is_planned_before_anything_is_allocated() -> None:
@@ -342,6 +271,6 @@ def test_no_file_is_left_open() -> None:
     model = net()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
-        train(model, ngplus.NGPlus(model, lr=0.01))
+        train_to_zero(model, ngplus.NGPlus(model, lr=0.01), floats(8, 5), range(3))
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
