@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import ngplus
-
-ROOT = Path(__file__).resolve().parents[1]
+from helpers.project import ROOT
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import warnings
 from typing import Any
@@ -17,36 +16,14 @@ from torch import Tensor, nn
 import ngplus
 from helpers import reference as ref
 from helpers.steps import LAMBDA, plain, update_of
+from helpers.training import all_finite, equal, hooks_of, loss_of, small_net, through_file, train
 from ngplus.baselines import KFAC, SENG
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BOTH = pytest.mark.parametrize("kind", [KFAC, SENG])
 
 
-def small_net(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    torch.manual_seed(seed)
-    stack = [nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 10), nn.LayerNorm(10), nn.Tanh(), nn.Linear(10, 3)]
-    return nn.Sequential(*stack).to(dtype)
-
-
-def loss_of(model: nn.Module, k: int, samples: slice = slice(None)) -> Tensor:
-    generator = torch.Generator().manual_seed(k)
-    x, y = torch.randn(6, 1, 4, 4, generator=generator), torch.randint(3, (6,), generator=generator)
-    return F.cross_entropy(model(x[samples].to(next(model.parameters()).dtype)), y[samples])
-
-
-def train(model: nn.Module, optimizer: Any, steps: range) -> None:
-    for k in steps:
-        optimizer.zero_grad()
-        loss_of(model, k).backward()
-        optimizer.step()
-
-
-def same(a: nn.Module, b: nn.Module) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
-
-
-KINDS = [(KFAC, {}), (KFAC, {"beta": 0.0}), (SENG, {}), (SENG, {"sketch": 3, "samples": 4})]
+KINDS = [(KFAC, {}), (KFAC, {"beta": 0.0}), (SENG, {}), (SENG, {"sketch": 3, "samples": 3})]
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=str)
@@ -56,21 +33,18 @@ def test_a_saved_state_goes_on_bit_for_bit(kind: Any, options: dict[str, Any], d
     model = small_net(dtype=dtype)
     optimizer = kind(model, **options)
     train(model, optimizer, range(3))  # between two refreshes
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
     other = small_net(1, dtype)
     other.load_state_dict(model.state_dict())
     loaded = kind(other, **options)
-    loaded.load_state_dict(torch.load(file, weights_only=True))
+    loaded.load_state_dict(through_file(optimizer.state_dict()))
     copied = copy.deepcopy(optimizer)
     pickled = pickle.loads(pickle.dumps(optimizer))
     train(model, optimizer, range(3, 7))
     train(other, loaded, range(3, 7))
-    assert same(other, model)
+    assert equal(other, model)
     for again in (copied, pickled):
         train(again._model, again, range(3, 7))
-        assert same(again._model, model)
+        assert equal(again._model, model)
 
 
 @BOTH
@@ -102,7 +76,7 @@ def test_the_curvature_stays_between_two_refreshes(kind: Any) -> None:
 def test_micro_batches_count_as_one_batch(kind: Any) -> None:
     model, other = small_net(dtype=torch.float64), small_net(dtype=torch.float64)
     whole = update_of(model, plain(kind, model), lambda: loss_of(model, 0))
-    pieces = [lambda s=slice(i, i + 2): loss_of(other, 0, s) / 3 for i in (0, 2, 4)]
+    pieces = [lambda s=slice(i, i + 2): loss_of(other, 0, s) / 2 for i in (0, 2)]
     parts = update_of(other, plain(kind, other), *pieces)
     assert all(ref.relative_error(parts[name], whole[name]) < 1e-8 for name in whole)
 
@@ -112,8 +86,8 @@ def test_a_sum_over_the_samples(kind: Any) -> None:
     """The same curvature, and a gradient as many times as long as there are samples."""
     model, other = small_net(dtype=torch.float64), small_net(dtype=torch.float64)
     mean = update_of(model, plain(kind, model), lambda: loss_of(model, 0))
-    total = update_of(other, plain(kind, other, loss_reduction="sum"), lambda: 6 * loss_of(other, 0))
-    assert all(ref.relative_error(total[name], 6 * mean[name]) < 1e-8 for name in mean)
+    total = update_of(other, plain(kind, other, loss_reduction="sum"), lambda: 4 * loss_of(other, 0))
+    assert all(ref.relative_error(total[name], 4 * mean[name]) < 1e-8 for name in mean)
 
 
 @BOTH
@@ -158,7 +132,7 @@ def test_other_uses(kind: Any) -> None:
     assert len(optimizer.plan()) == 4
     model[2].weight.requires_grad_(True)  # another layout from here on
     optimizer.step(closure)
-    assert all(p.isfinite().all() for p in model.parameters())
+    assert all_finite(model)
 
 
 class Bare(nn.Module):
@@ -189,33 +163,18 @@ def test_what_capture_does_not_cover_gets_mini_batch_curvature_and_one_warning(k
 
 
 @BOTH
-@pytest.mark.parametrize(
-    "options",
-    [{"lr": -1.0}, {"damping": -0.1}, {"damping": "auto"}, {"update_every": 0}, {"momentum": float("nan")},
-     {"loss_reduction": "none"}, {"batch_dim": -1}],
-    ids=str,
-)  # fmt: skip
-def test_bad_options_are_refused(kind: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"Invalid (learning rate|" + "|".join(options) + ")"):
-        kind(small_net(), **options)
-
-
-def test_bad_input_is_refused_and_changes_nothing() -> None:
+def test_bad_input_is_refused_and_changes_nothing(kind: Any) -> None:
     model = small_net()
-    for kind, options in ((KFAC, {"approx": "sum"}), (KFAC, {"beta": 2.0}), (SENG, {"damping": 0.0}),
-                          (SENG, {"samples": 0}), (SENG, {"sketch": {"size": 2}})):  # fmt: skip
-        with pytest.raises(ValueError, match="Invalid"):
-            kind(model, **options)
-    with pytest.raises(ValueError, match="model"):
-        KFAC(model.parameters())
+    with pytest.raises(ValueError, match="model="):
+        kind(model.parameters())
     with pytest.raises(ValueError, match="no parameters"):
-        SENG(nn.ReLU())
-    optimizer = SENG(model)
+        kind(nn.ReLU())
+    optimizer = kind(model)
     before = copy.deepcopy(model)
     (loss_of(model, 0) * float("inf")).backward()
     with pytest.warns(ngplus.HealthWarning, match="not finite"):
         optimizer.step()
-    assert same(before, model)
+    assert equal(before, model)
 
 
 @BOTH
@@ -234,16 +193,16 @@ def test_curvature_that_overflows_is_left_out(kind: Any, first: int) -> None:
         assert all(torch.equal(x, optimizer.state[model.weight][key]) for key, x in held.items())
     else:
         assert torch.allclose(update["bias"], 1e-3 * model.bias.grad)
-    assert all(p.isfinite().all() for p in model.parameters())
+    assert all_finite(model)
 
 
 def test_hooks_go_with_the_optimizer() -> None:
     model = small_net()
     optimizer = KFAC(model)
-    assert any(m._forward_hooks for m in model.modules())
+    assert hooks_of(model)
     del optimizer
     gc.collect()
-    assert not any(m._forward_hooks for m in model.modules())
+    assert not hooks_of(model)
 
 
 @BOTH

@@ -11,9 +11,11 @@ from types import ModuleType
 
 import pytest
 
+from helpers.project import ROOT
+
 pytest.importorskip("tensorboard")
 pytest.importorskip("typer")
-TOOLS = Path(__file__).resolve().parents[2] / "tools" / "reliability"
+TOOLS = ROOT / "tools" / "reliability"
 
 
 @pytest.fixture

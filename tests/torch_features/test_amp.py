@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 import ngplus
 from helpers import reference
 from helpers.steps import BOTH, EXACT, Make, assert_equal, brute_force, check, data, loss_fn, mlp, one_step
+from helpers.training import assert_same, through_file
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -158,33 +158,6 @@ def test_a_skipped_step_changes_nothing(make: Any, clear: str, unscale: bool, at
     assert optimizer.param_groups[0]["step"] == 4
     assert_same(model.state_dict(), plain.state_dict())
     assert_same(optimizer.state_dict(), other.state_dict())
-
-
-def assert_same(a: Any, b: Any) -> None:
-    """Nested dicts and lists of tensors and numbers, bit for bit."""
-    if isinstance(a, Tensor):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b)
-        for one, other in zip(a, b, strict=True):
-            assert_same(one, other)
-    else:
-        assert a == b
-
-
-# ------------------------------------------------------------------------------------------------ 16-bit parameters
-
-
-def through_file(state: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 @HALVES

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 
 import ngplus
 from helpers.steps import EXACT, assert_equal, data, loss_fn, one_step
+from helpers.training import flat
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -22,10 +23,6 @@ OPTIONS = {**EXACT, "update_every": 2, "lr": 0.05, "momentum": 0.9}
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
-
-
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def history() -> tuple[nn.Module, list[Tensor]]:

@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import ngplus
 from helpers import reference
+from helpers.training import flat
 
 WORDS, LENGTH, STEPS, SAVED = 29, 8, 8, 4
 OPTIONS = {"lr": 0.1, "update_every": 3}  # the save after 4 steps lies between two refreshes
@@ -89,10 +90,6 @@ def inside(trainer: Trainer) -> ngplus.NGPlus:
     optimizer = trainer.optimizer.optimizer  # Accelerate's wrapper
     assert isinstance(optimizer, ngplus.NGPlus)
     return optimizer
-
-
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def plain_loop(batches: list[dict[str, Tensor]], accumulate: int = 1) -> Tensor:

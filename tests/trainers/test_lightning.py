@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ngplus
 from helpers import reference
+from helpers.training import flat
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning")
 
@@ -62,10 +63,6 @@ def run(
         path = None if resume is None else str(resume)
         trainer.fit(module, loader(8 // accumulate), loader(), ckpt_path=path)
     return module, trainer
-
-
-def flat(module: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 def plain_loop() -> Tensor:
