@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import ngplus
 from ngplus.preconditioners import roots
@@ -88,6 +93,31 @@ def alone(name: str) -> list[Tensor]:
     return [p.detach() for p in net.parameters()]
 
 
+def sharded(net: nn.Sequential, mesh: tuple[int, int] | None = None) -> nn.Sequential:
+    """Two layers in a group of their own, the rest with the root. ``mesh`` is replicas by shards (default: shards)."""
+    of = None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+    for layer in (net[2], net[5]):
+        fully_shard(layer, mesh=of)
+    fully_shard(net, mesh=of)
+    return net
+
+
+def save(net: nn.Module, optimizer: Any, folder: str) -> None:
+    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True)), checkpoint_id=folder)
+
+
+def load(net: nn.Module, optimizer: Any, folder: str) -> None:
+    states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    set_state_dict(net, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+
+
+def numbers_kept(optimizer: Any) -> int:
+    """In the state, but for momentum: FSDP2 shards it as it shards the parameters."""
+    held = [(key, value) for state in optimizer.state.values() for key, value in state.items()]
+    return sum(value.numel() for key, value in held if isinstance(value, Tensor) and key != "momentum_buffer")
+
+
 def assert_same_everywhere(found: list[list[Tensor]]) -> None:
     """Bit for bit."""
     for other in found[1:]:
@@ -95,10 +125,10 @@ def assert_same_everywhere(found: list[list[Tensor]]) -> None:
             assert torch.equal(a, b), f"parameter {i} differs by {float((a - b).abs().max())}"
 
 
-def assert_close(found: list[Tensor], wanted: list[Tensor], within: float = 1e-5) -> None:
+def assert_close(found: list[Tensor], wanted: list[Tensor]) -> None:
     for got, want in zip(found, wanted, strict=True):
         error = float((got - want).norm() / want.norm())
-        assert error < within, f"{tuple(want.shape)}: {error}"
+        assert error < (1e-9 if want.dtype == torch.float64 else 1e-5), f"{tuple(want.shape)}: {error}"
 
 
 class Graphs(nn.Module):

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import ngplus
 from distributed import cases
-from distributed.test_fsdp2 import sharded
 from helpers.ranks import Pool
+from helpers.training import parameters
 
 SAVED_AT = 10  # in between two refreshes: T is 3
 KINDS = ["ddp", "ddp memory", "fsdp2"]
@@ -25,7 +22,7 @@ KINDS = ["ddp", "ddp memory", "fsdp2"]
 def make(kind: str, name: str, world: int) -> tuple[nn.Module, ngplus.NGPlus | ngplus.NGAdam]:
     net: nn.Module = cases.convolutions(cases.precision(name))
     if world > 1:
-        net = sharded(net) if kind == "fsdp2" else DistributedDataParallel(net)  # type: ignore[arg-type]
+        net = cases.sharded(net) if kind == "fsdp2" else DistributedDataParallel(net)  # type: ignore[arg-type]
     distribution = "memory" if kind == "ddp memory" else "communication"
     return net, cases.optimizer_of(net, name, distribution=distribution)
 
@@ -39,30 +36,24 @@ def train(net: nn.Module, optimizer: ngplus.NGPlus | ngplus.NGAdam, steps: range
         optimizer.step()
 
 
-def parameters(net: nn.Module) -> list[Tensor]:
-    return [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in net.parameters()]
-
-
 def save(rank: int, world: int, kind: str, name: str, folder: str) -> list[Tensor]:
     """Saves in the middle, and goes on to the end."""
     net, optimizer = make(kind, name, world)
     train(net, optimizer, range(SAVED_AT), rank, world)
-    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True)), checkpoint_id=folder)
+    cases.save(net, optimizer, folder)
     train(net, optimizer, range(SAVED_AT, cases.STEPS), rank, world)
     return parameters(net)
 
 
 def load(rank: int, world: int, kind: str, name: str, folder: str) -> list[Tensor]:
     net, optimizer = make(kind, name, world)
-    states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
-    dcp.load(states, checkpoint_id=folder, no_dist=not dist.is_initialized())
-    set_state_dict(net, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    cases.load(net, optimizer, folder)
     assert all(group["step"] == SAVED_AT for group in optimizer.param_groups)
     train(net, optimizer, range(SAVED_AT, cases.STEPS), rank, world)
     return parameters(net)
 
 
-@pytest.mark.parametrize("name", ["sample", "momentum", "ngadam blocks"])
+@pytest.mark.parametrize("name", ["sample", "momentum", "ngadam", "ngadam blocks"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_goes_on_on_any_number_of_ranks(ranks: Callable[[int], Pool], tmp_path: Path, kind: str, name: str) -> None:
     whole = ranks(2).run(save, kind, name, str(tmp_path))

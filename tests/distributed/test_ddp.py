@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ngplus
 from distributed import cases
 from helpers.ranks import Pool
+from helpers.training import parameters
 from ngplus.optimizers.gradients import agree
 
 
@@ -61,7 +62,7 @@ def train(rank: int, world: int, case: Case) -> list[Tensor]:
                 # DDP averages over ranks: this weight makes the average that over all samples.
                 (cases.squared(net(x[part]), y[part]).sum() * world / len(x)).backward()
         optimizer.step()
-    return [p.detach() for p in plain.parameters()]
+    return parameters(plain)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -81,6 +82,24 @@ def test_four_ranks_equal_one_process(
     found = ranks(4).run(train, Case(name, distribution, unequal))
     cases.assert_same_everywhere(found)
     cases.assert_close(found[0], cases.alone(name))
+
+
+def kept_after_a_step(rank: int, world: int, name: str) -> int:
+    dtype = cases.precision(name)
+    net: nn.Module = cases.convolutions(dtype)
+    net = DistributedDataParallel(net) if world > 1 else net
+    optimizer = cases.optimizer_of(net, name, distribution="memory")
+    x, y = cases.batch(0, dtype)
+    cases.squared(net(x), y).mean().backward()
+    optimizer.step()
+    return cases.numbers_kept(optimizer)
+
+
+@pytest.mark.parametrize("name", ["momentum", "ngadam blocks"])
+def test_owners_keep_the_state_of_their_matrices(ranks: Callable[[int], Pool], name: str) -> None:
+    shares = ranks(2).run(kept_after_a_step, name)
+    assert sum(shares) == kept_after_a_step(0, 1, name)
+    assert all(shares)
 
 
 class Sometimes(nn.Module):
@@ -111,7 +130,7 @@ def some_ranks(rank: int, world: int, distribution: str, averaged: bool) -> list
             for p in plain.always.parameters():
                 torch.distributed.all_reduce(p.grad)
         optimizer.step()
-    return [p.detach() for p in plain.parameters()]
+    return parameters(plain)
 
 
 @pytest.mark.parametrize("distribution", ["communication", "memory"])
@@ -153,7 +172,7 @@ def with_a_sparse_table(rank: int, world: int) -> list[Tensor]:
         optimizer.zero_grad()
         net(index[cases.share(len(index), rank, world, False)]).square().sum(1).mean().backward()
         optimizer.step()
-    return [p.detach() for p in plain.parameters()]
+    return parameters(plain)
 
 
 def test_a_table_with_sparse_gradients_beside_layers_with_owners(ranks: Callable[[int], Pool]) -> None:
@@ -187,7 +206,7 @@ def switched(rank: int, world: int) -> list[Tensor]:
         optimizer.zero_grad()
         net(x[cases.share(len(x), rank, world, False)]).square().sum(1).mean().backward()
         optimizer.step()
-    return [p.detach() for p in plain.parameters()]
+    return parameters(plain)
 
 
 def test_all_ranks_know_that_the_side_is_another(ranks: Callable[[int], Pool]) -> None:
@@ -199,7 +218,7 @@ def test_all_ranks_know_that_the_side_is_another(ranks: Callable[[int], Pool]) -
 def with_graphs(rank: int, world: int, distribution: str) -> list[Tensor]:
     net = DistributedDataParallel(cases.Graphs())
     cases.train_on_graphs(net, rank, world, distribution=distribution)
-    return [p.detach() for p in net.parameters()]
+    return parameters(net)
 
 
 @pytest.mark.parametrize("distribution", ["communication", "memory"])

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ngplus
 from distributed import cases
 from helpers.ranks import Pool
+from helpers.training import parameters
 
 BAD_STEP, ALL_STEPS = 3, 8  # of a refresh every third step: the bad one is a refresh
 
@@ -38,9 +39,8 @@ def train(rank: int, world: int, kind: str, name: str, bad: float | None) -> tup
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ngplus.HealthWarning)
             optimizer.step()
-    params = [p.full_tensor() if kind == "fsdp2" else p for p in net.parameters()]
     steps = [int(group["step"]) for group in optimizer.param_groups]
-    return [p.detach() for p in params], optimizer.health().skipped, steps
+    return parameters(net), optimizer.health().skipped, steps
 
 
 @pytest.mark.parametrize("name", ["sample", "momentum", "batch", "ngadam"])
@@ -100,9 +100,8 @@ def overflow(rank: int, world: int, kind: str, name: str, bad_step: int) -> tupl
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ngplus.HealthWarning)
             optimizer.step()
-    params = [p.full_tensor() if kind == "fsdp2" else p for p in net.parameters()]
     health = optimizer.health()
-    return [p.detach() for p in params], [
+    return parameters(net), [
         health.skipped,
         health["wild.weight"].dropped,
         health["steady.weight"].dropped,

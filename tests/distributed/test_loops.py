@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ngplus
 from distributed import cases
 from helpers.ranks import Pool
+from helpers.training import parameters
 
 STEPS, BATCH = 9, 8
 OPTIMIZERS: dict[str, Any] = {"NGPlus": functools.partial(ngplus.NGPlus, damping=0.5), "NGAdam": ngplus.NGAdam}
@@ -65,10 +63,6 @@ def batch(step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
 def error(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     squares: Tensor = (net(x) - y).square().sum(1)
     return squares
-
-
-def parameters(net: nn.Module) -> list[Tensor]:
-    return [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in net.parameters()]
 
 
 def with_inputs_attacked(net: nn.Module, optimizer: ngplus.NGPlus, step: int, rank: int, world: int) -> None:
@@ -141,12 +135,9 @@ def passed_on(rank: int, world: int, kind: str, name: str, folder: str) -> list[
     set_model_state_dict(net, saved["model"], options=StateDictOptions(full_state_dict=True))
     optimizer.load_state_dict(saved["optimizer"])
     plain_steps(net, optimizer, range(3, 6), rank, world)
-    states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
-    dcp.save(states, checkpoint_id=f"{folder}/many")
+    cases.save(net, optimizer, f"{folder}/many")
     net, optimizer = made(kind, world, name)
-    states = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
-    dcp.load(states, checkpoint_id=f"{folder}/many")
-    set_state_dict(net, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    cases.load(net, optimizer, f"{folder}/many")
     plain_steps(net, optimizer, range(6, STEPS), rank, world)
     return parameters(net)
 
@@ -202,13 +193,10 @@ def saved_and_loaded(rank: int, world: int, kind: str, solver: str, folder: str)
     """The parameters of a run that goes on, and of one that goes on from its checkpoint."""
     net, optimizer = made(kind, world, solver=solver)
     plain_steps(net, optimizer, range(4), rank, world)
-    states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
-    dcp.save(states, checkpoint_id=folder)
+    cases.save(net, optimizer, folder)
     plain_steps(net, optimizer, range(4, STEPS), rank, world)
     again, other = made(kind, world, solver=solver)
-    states = dict(zip(("model", "optimizer"), get_state_dict(again, other), strict=True))
-    dcp.load(states, checkpoint_id=folder)
-    set_state_dict(again, other, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    cases.load(again, other, folder)
     plain_steps(again, other, range(4, STEPS), rank, world)
     return [parameters(net), parameters(again)]
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 import ngplus
 from distributed import cases
 from helpers.ranks import Pool
+from helpers.training import parameters
 
 BATCH, LENGTH, VOCABULARY, WIDTH = 8, 4, 11, 8
 
@@ -96,7 +97,7 @@ def train(rank: int, world: int, name: str, data: int, sequence: bool = False) -
         optimizer.zero_grad()
         cases.squared(net(x[mine]), y[mine]).mean().backward()
         optimizer.step()
-    return [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in net.parameters()]
+    return parameters(net)
 
 
 @functools.cache
@@ -142,7 +143,7 @@ def averaged_by_hand(rank: int, world: int) -> list[Tensor]:
             torch.distributed.all_reduce(part, group=group)
             part /= 2
         optimizer.step()
-    return [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in net.parameters()]
+    return parameters(net)
 
 
 def test_copies_whose_gradients_the_user_averages(ranks: Callable[[int], Pool]) -> None:
