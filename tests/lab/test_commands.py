@@ -25,7 +25,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ngplus import lab
-from ngplus.lab import collection, runs, train, training, workloads
+from ngplus.lab import collection, presets, runs, train, training, workloads
 from ngplus.lab.cli import app
 from ngplus.lab.workloads.digits import Digits
 
@@ -43,7 +43,9 @@ def test_train_leaves_a_folder_and_says_where() -> None:
 
 def test_train_says_what_it_did() -> None:
     """The settings and where they come from, a run that was there already, one that diverged."""
-    assert "(tuned)" in ngplus("train", "digits", *SHORT)
+    tuned = presets.lookup("digits", "small", "ngadam", folder=presets.SHIPPED)
+    assert tuned is not None
+    assert f"With lr {tuned.hyper['lr']} (tuned)" in ngplus("train", "digits", *SHORT)
     assert "nothing was trained" in ngplus("train", "digits", *SHORT)
     said = ngplus("train", "digits", "-o", "sgd", "--lr", "1e9", "--out", "far", *SHORT, code=1)
     assert "diverged" in said

@@ -284,10 +284,12 @@ def test_blocks_small_instance() -> None:
 
 def test_steps_small_instance() -> None:
     numbers = steps.compute(seed=0, small=True).numbers
-    for rows in numbers["methods"].values():
+    for method, rows in numbers["methods"].items():
+        losses = [row["loss"] for row in rows]
+        assert max(losses) < math.log(10) / 6  # far from where it began, whatever T is
+        if method == "ngadam":
+            assert losses[0] == min(losses)  # at T = 1: old curvature costs loss
         for row in rows:
-            if row["T"] <= 10:
-                assert row["loss"] < math.log(10) / 2  # far from where it began
             refreshes = math.ceil(numbers["steps"] / row["T"]) / numbers["steps"]
             assert row["extra_flops_a_step"] == pytest.approx(row["step_flops"] + refreshes * row["refresh_flops"])
         extra = [row["extra_flops_a_step"] for row in rows]

@@ -107,8 +107,8 @@ def test_small_presets_learn(name: str) -> None:
         losses = []
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
-            # shakespeare looks positions up for all samples at once
-            warnings.filterwarnings("ignore", message="No per-sample curvature for positions.weight")
+            if (name, kind) == ("shakespeare", "ngplus"):  # which looks positions up for all samples at once
+                warnings.filterwarnings("ignore", message="No per-sample curvature for positions.weight")
             for step in range(12):
                 optimizer.zero_grad()
                 loss = task.loss(model, task.batch(0, step))
@@ -117,5 +117,7 @@ def test_small_presets_learn(name: str) -> None:
                 losses.append(float(loss.detach()))
         assert np.mean(losses[8:]) < np.mean(losses[:4]), kind
         if kind == "ngplus":
-            rows = [row for row in optimizer.plan() if row.side != "none" and row.name != "positions.weight"]
-            assert {row.source for row in rows} == {"sample"}
+            sources = {row.name: row.source for row in optimizer.plan() if row.side != "none"}
+            if name == "shakespeare":
+                assert sources.pop("positions.weight") == "batch"
+            assert set(sources.values()) == {"sample"}

@@ -22,7 +22,7 @@ from helpers.training import (
 from ngplus import NGPlus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-T = 2
+T = 2  # update_every
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from helpers.training import (
 from ngplus import NGAdam, NGPlus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-T = 2
+T = 2  # update_every
 
 
 @every_method
