@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ngplus.utils import finite
+
 
 def pytest_configure() -> None:
     """The workers of pytest-xdist share the cores: threads of one that wait for those of another cost more than tests.
@@ -49,3 +51,11 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["host", "device"])
+def looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Does the host see the flags of numbers that are not finite? On an accelerator it does not wait for them."""
+    if request.param == "device":
+        monkeypatch.setattr(finite, "SEEN", ())
+    return bool(request.param == "host")

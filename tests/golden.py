@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from distributed.pool import Pool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ngplus
+from helpers.ranks import Pool
 
 FILE = Path(__file__).with_suffix(".json")
 STEPS, BATCH = 30, 12

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 import ngplus
+from helpers.project import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")])
 FENCE = re.compile(r"(?:<!-- *(?P<mark>not run: .+?|output) *-->\n+)?^(?P<indent> *)```(?P<kind>\w*).*?\n(?P<body>.*?)^ *```", re.M | re.S)  # noqa: E501  # fmt: skip
 

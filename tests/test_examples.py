@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import ngplus
+from helpers.project import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 

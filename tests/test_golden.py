@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-import golden
 import pytest
+
+import golden
 from distributed.conftest import ranks  # noqa: F401
-from distributed.pool import Pool
+from helpers.ranks import Pool
 
 STORED = json.loads(golden.FILE.read_text())
 

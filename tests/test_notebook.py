@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-NOTEBOOK = Path(__file__).resolve().parents[1] / "examples" / "first_steps.ipynb"
+from helpers.project import ROOT
+
+NOTEBOOK = ROOT / "examples" / "first_steps.ipynb"
 
 
 @pytest.fixture(scope="module")

@@ -7,26 +7,14 @@ import difflib
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType
 
 import ngplus
+from helpers.project import ROOT, load_tool
 
-ROOT = Path(__file__).resolve().parents[1]
 PUBLIC_MODULES = ("ngplus.baselines", "ngplus.layers", "ngplus.online", "ngplus.reference", "ngplus.schedules")
 
 
-def tool(name: str) -> ModuleType:
-    """A script of tools/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-interface = tool("public_interface")
+interface = load_tool("public_interface")
 
 
 def test_the_interface_is_the_one_that_is_listed() -> None:

@@ -11,43 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import ngplus
+from helpers.reference import dense_direction, random_gradients
 from ngplus.reference import ngadam_direction
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
-BETA1, BETA2, DAMPING, MAX_RMS = 0.9, 0.95, 1e-5, 0.3
-
-
-def average(terms: list[Tensor], beta: float) -> Tensor:
-    """The moving average without its bias, written out."""
-    weights = [(1 - beta) * beta ** (len(terms) - 1 - k) for k in range(len(terms))]
-    return sum(w * x for w, x in zip(weights, terms, strict=True)) / (1 - beta ** len(terms))  # type: ignore[return-value]
-
-
-def inverse_root(x: Tensor, damping: float) -> Tensor:
-    """By a singular value decomposition of the damped matrix."""
-    d = x.shape[-1]
-    u, values, v = torch.linalg.svd(x + damping * x.trace() / d * torch.eye(d))
-    return u @ torch.diag(values**-0.5) @ v
-
-
-def dense_direction(gradients: list[Tensor], mask: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-    """The direction after all gradients; ``mask`` cuts L and R."""
-    left, right = mask(average([g @ g.mT for g in gradients], BETA2), average([g.mT @ g for g in gradients], BETA2))
-    momentum = average(gradients, BETA1) * (1 - BETA1 ** len(gradients))
-    ahead = (BETA1 * momentum + (1 - BETA1) * gradients[-1]) / (1 - BETA1 ** len(gradients))
-    damping = max(DAMPING, len(gradients) ** -2)
-    direction = left.trace().sqrt() * inverse_root(left, damping) @ ahead @ inverse_root(right, damping)
-    return direction / max(1.0, direction.square().mean().sqrt().item() / MAX_RMS)
 
 
 def whole(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return left, right
-
-
-def random_gradients(m: int, n: int, steps: int) -> list[Tensor]:
-    torch.manual_seed(0)
-    scale = torch.rand(n) * 3
-    return [torch.randn(m, n) * scale for _ in range(steps)]
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (6, 4), (1, 7), (4, 1)])

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from html import unescape
@@ -14,11 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+from helpers.project import ROOT, dom_in_chromium, needs_chromium
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra ngplus[docs]")
 
 # A page that opens all the others, one after the other, and writes what the browser has made of each into its own body.
@@ -64,21 +60,16 @@ def test_every_page_is_in_the_navigation_and_fetches_nothing(site: Path) -> None
         assert name in ("404.html", "index.html") or f'href="{name}"' in home, f"{name} is not in the nav of mkdocs.yml"
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+@needs_chromium
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (1400, False)])
 def test_in_chromium(site: Path, width: int, dark: bool, tmp_path: Path) -> None:
     """Every page fits a phone and a wide screen, shows its pictures, and is light or dark as the system is."""
-    assert CHROMIUM is not None
     pages = [path.as_uri() for path in sorted(site.rglob("*.html")) if path.name != "404.html"]
     probe = tmp_path / "probe.html"
     probe.write_text(PROBE.replace("WIDTH", str(width)).replace("PAGES", json.dumps(pages)))
-    own = [f"--user-data-dir={tmp_path}/profile", "--allow-file-access-from-files", "--window-size=1600,900"]
-    own += ["--virtual-time-budget=60000", f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
-    done = subprocess.run(
-        [CHROMIUM, *FLAGS, *own, "--dump-dom", probe.as_uri()], capture_output=True, text=True, timeout=120
-    )
-    answer = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)
-    assert answer is not None, done.stderr[-2000:]
+    dom = dom_in_chromium(probe, 1600, dark, 60_000)
+    answer = re.search(r'<pre id="found">(.*?)</pre>', dom, re.S)
+    assert answer is not None, dom[-2000:]
     found = json.loads(unescape(answer[1]))
     assert set(found) == set(pages)
     for page, seen in found.items():

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from distributed.pool import Pool
+from helpers.ranks import Pool
 
 
 @pytest.fixture(scope="session")

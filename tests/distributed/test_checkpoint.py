@@ -4,76 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import ngplus
-from distributed import setting
-from distributed.pool import Pool
-from distributed.test_fsdp2 import sharded
+from distributed import cases
+from helpers.ranks import Pool
+from helpers.training import parameters
 
 SAVED_AT = 10  # in between two refreshes: T is 3
 KINDS = ["ddp", "ddp memory", "fsdp2"]
 
 
 def make(kind: str, name: str, world: int) -> tuple[nn.Module, ngplus.NGPlus | ngplus.NGAdam]:
-    net: nn.Module = setting.convolutions(setting.precision(name))
+    net: nn.Module = cases.convolutions(cases.precision(name))
     if world > 1:
-        net = sharded(net) if kind == "fsdp2" else DistributedDataParallel(net)  # type: ignore[arg-type]
+        net = cases.sharded(net) if kind == "fsdp2" else DistributedDataParallel(net)  # type: ignore[arg-type]
     distribution = "memory" if kind == "ddp memory" else "communication"
-    return net, setting.optimizer_of(net, name, distribution=distribution)
+    return net, cases.optimizer_of(net, name, distribution=distribution)
 
 
 def train(net: nn.Module, optimizer: ngplus.NGPlus | ngplus.NGAdam, steps: range, rank: int, world: int) -> None:
     for step in steps:
-        x, y = setting.batch(step, next(net.parameters()).dtype)
-        mine = setting.share(len(x), rank, world, unequal=False)
+        x, y = cases.batch(step, next(net.parameters()).dtype)
+        mine = cases.share(len(x), rank, world, unequal=False)
         optimizer.zero_grad()
-        setting.squared(net(x[mine]), y[mine]).mean().backward()
+        cases.squared(net(x[mine]), y[mine]).mean().backward()
         optimizer.step()
-
-
-def parameters(net: nn.Module) -> list[Tensor]:
-    return [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in net.parameters()]
 
 
 def save(rank: int, world: int, kind: str, name: str, folder: str) -> list[Tensor]:
     """Saves in the middle, and goes on to the end."""
     net, optimizer = make(kind, name, world)
     train(net, optimizer, range(SAVED_AT), rank, world)
-    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True)), checkpoint_id=folder)
-    train(net, optimizer, range(SAVED_AT, setting.STEPS), rank, world)
+    cases.save(net, optimizer, folder)
+    train(net, optimizer, range(SAVED_AT, cases.STEPS), rank, world)
     return parameters(net)
 
 
 def load(rank: int, world: int, kind: str, name: str, folder: str) -> list[Tensor]:
     net, optimizer = make(kind, name, world)
-    states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
-    dcp.load(states, checkpoint_id=folder, no_dist=not dist.is_initialized())
-    set_state_dict(net, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    cases.load(net, optimizer, folder)
     assert all(group["step"] == SAVED_AT for group in optimizer.param_groups)
-    train(net, optimizer, range(SAVED_AT, setting.STEPS), rank, world)
+    train(net, optimizer, range(SAVED_AT, cases.STEPS), rank, world)
     return parameters(net)
 
 
-@pytest.mark.parametrize("name", ["sample", "momentum", "ngadam blocks"])
+@pytest.mark.parametrize("name", ["sample", "momentum", "ngadam", "ngadam blocks"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_goes_on_on_any_number_of_ranks(ranks: Callable[[int], Pool], tmp_path: Path, kind: str, name: str) -> None:
     whole = ranks(2).run(save, kind, name, str(tmp_path))
-    setting.assert_close(whole[0], setting.alone(name))
+    cases.assert_close(whole[0], cases.alone(name))
     for world in (2, 4):
         found = ranks(world).run(load, kind, name, str(tmp_path))
-        setting.assert_same_everywhere(found)
+        cases.assert_same_everywhere(found)
         if world == 2:
-            setting.assert_same_everywhere([whole[0], found[0]])
-        setting.assert_close(found[0], whole[0])
-    setting.assert_close(load(0, 1, kind, name, str(tmp_path)), whole[0])
+            cases.assert_same_everywhere([whole[0], found[0]])
+        cases.assert_close(found[0], whole[0])
+    cases.assert_close(load(0, 1, kind, name, str(tmp_path)), whole[0])
 
 
 def misload(rank: int, world: int) -> str:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ngplus
-from distributed import setting
-from distributed.pool import Pool
+from distributed import cases
+from helpers.ranks import Pool
+from helpers.training import parameters
 from ngplus.optimizers.gradients import agree
 
 
@@ -32,7 +33,7 @@ class Case:
         return "-".join([self.options, self.distribution, *marks])
 
 
-CASES = [Case(name, distribution) for name in setting.OPTIONS for distribution in ("communication", "memory")]
+CASES = [Case(name, distribution) for name in cases.OPTIONS for distribution in ("communication", "memory")]
 CASES += [Case("sample", wrapped_later=True), Case("sample", "memory", wrapped_later=True)]
 CASES += [Case("ngadam blocks"), Case("ngadam blocks", "memory")]
 CASES += [
@@ -43,14 +44,14 @@ CASES += [
 
 
 def train(rank: int, world: int, case: Case) -> list[Tensor]:
-    dtype = setting.precision(case.options)
-    plain = setting.convolutions(dtype)
+    dtype = cases.precision(case.options)
+    plain = cases.convolutions(dtype)
     net = None if case.wrapped_later else DistributedDataParallel(plain)
-    optimizer = setting.optimizer_of(net or plain, case.options, distribution=case.distribution)
+    optimizer = cases.optimizer_of(net or plain, case.options, distribution=case.distribution)
     net = net or DistributedDataParallel(plain)
-    for step in range(setting.STEPS):
-        x, y = setting.batch(step, dtype)
-        mine = setting.share(len(x), rank, world, case.unequal)
+    for step in range(cases.STEPS):
+        x, y = cases.batch(step, dtype)
+        mine = cases.share(len(x), rank, world, case.unequal)
         middle = (mine.start + mine.stop) // 2
         parts = [mine]
         if case.accumulate and middle > mine.start:
@@ -59,16 +60,16 @@ def train(rank: int, world: int, case: Case) -> list[Tensor]:
         for part in parts:
             with contextlib.nullcontext() if part is parts[-1] else net.no_sync():
                 # DDP averages over ranks: this weight makes the average that over all samples.
-                (setting.squared(net(x[part]), y[part]).sum() * world / len(x)).backward()
+                (cases.squared(net(x[part]), y[part]).sum() * world / len(x)).backward()
         optimizer.step()
-    return [p.detach() for p in plain.parameters()]
+    return parameters(plain)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_ranks_equal_one_process(ranks: Callable[[int], Pool], case: Case) -> None:
     found = ranks(2).run(train, case)
-    setting.assert_same_everywhere(found)
-    setting.assert_close(found[0], setting.alone(case.options))
+    cases.assert_same_everywhere(found)
+    cases.assert_close(found[0], cases.alone(case.options))
 
 
 @pytest.mark.parametrize("distribution", ["communication", "memory"])
@@ -79,8 +80,26 @@ def test_four_ranks_equal_one_process(
     ranks: Callable[[int], Pool], name: str, unequal: bool, distribution: str
 ) -> None:
     found = ranks(4).run(train, Case(name, distribution, unequal))
-    setting.assert_same_everywhere(found)
-    setting.assert_close(found[0], setting.alone(name))
+    cases.assert_same_everywhere(found)
+    cases.assert_close(found[0], cases.alone(name))
+
+
+def kept_after_a_step(rank: int, world: int, name: str) -> int:
+    dtype = cases.precision(name)
+    net: nn.Module = cases.convolutions(dtype)
+    net = DistributedDataParallel(net) if world > 1 else net
+    optimizer = cases.optimizer_of(net, name, distribution="memory")
+    x, y = cases.batch(0, dtype)
+    cases.squared(net(x), y).mean().backward()
+    optimizer.step()
+    return cases.numbers_kept(optimizer)
+
+
+@pytest.mark.parametrize("name", ["momentum", "ngadam blocks"])
+def test_owners_keep_the_state_of_their_matrices(ranks: Callable[[int], Pool], name: str) -> None:
+    shares = ranks(2).run(kept_after_a_step, name)
+    assert sum(shares) == kept_after_a_step(0, 1, name)
+    assert all(shares)
 
 
 class Sometimes(nn.Module):
@@ -102,7 +121,7 @@ def some_ranks(rank: int, world: int, distribution: str, averaged: bool) -> list
     plain = Sometimes()
     net = DistributedDataParallel(plain, find_unused_parameters=True)
     model = net if averaged else plain
-    optimizer = ngplus.NGPlus(net, lr=setting.LR, update_every=2, distribution=distribution)
+    optimizer = ngplus.NGPlus(net, lr=cases.LR, update_every=2, distribution=distribution)
     for step in range(6):
         x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * step + rank))
         optimizer.zero_grad()
@@ -111,13 +130,13 @@ def some_ranks(rank: int, world: int, distribution: str, averaged: bool) -> list
             for p in plain.always.parameters():
                 torch.distributed.all_reduce(p.grad)
         optimizer.step()
-    return [p.detach() for p in plain.parameters()]
+    return parameters(plain)
 
 
 @pytest.mark.parametrize("distribution", ["communication", "memory"])
 def test_a_rank_whose_module_got_no_samples(ranks: Callable[[int], Pool], distribution: str) -> None:
     found = ranks(2).run(some_ranks, distribution, True)
-    setting.assert_same_everywhere(found)
+    cases.assert_same_everywhere(found)
     for before, after in zip(Sometimes().parameters(), found[0], strict=True):
         assert after.isfinite().all()
         assert not torch.equal(before, after)
@@ -127,7 +146,7 @@ def test_a_rank_whose_module_got_no_samples(ranks: Callable[[int], Pool], distri
 def test_nothing_hangs_where_one_rank_has_no_gradient(ranks: Callable[[int], Pool], distribution: str) -> None:
     first, second = ranks(2).run(some_ranks, distribution, False)
     start = [p.detach() for p in Sometimes().parameters()]
-    setting.assert_same_everywhere([first[:2], second[:2]])
+    cases.assert_same_everywhere([first[:2], second[:2]])
     assert all(torch.equal(a, b) for a, b in zip(first[2:], start[2:], strict=True))  # as in torch.optim: no gradient
     assert not any(torch.equal(a, b) for a, b in zip(second, start, strict=True))
 
@@ -147,19 +166,19 @@ class Words(nn.Module):
 def with_a_sparse_table(rank: int, world: int) -> list[Tensor]:
     plain = Words()
     net: nn.Module = DistributedDataParallel(plain) if world > 1 else plain
-    optimizer = ngplus.NGPlus(net, lr=setting.LR, distribution="memory", **setting.OPTIONS["sample"])
+    optimizer = ngplus.NGPlus(net, lr=cases.LR, distribution="memory", **cases.OPTIONS["sample"])
     for step in range(4):
         index = torch.randint(0, 9, (8, 5), generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
-        net(index[setting.share(len(index), rank, world, False)]).square().sum(1).mean().backward()
+        net(index[cases.share(len(index), rank, world, False)]).square().sum(1).mean().backward()
         optimizer.step()
-    return [p.detach() for p in plain.parameters()]
+    return parameters(plain)
 
 
 def test_a_table_with_sparse_gradients_beside_layers_with_owners(ranks: Callable[[int], Pool]) -> None:
     found = ranks(2).run(with_a_sparse_table)
-    setting.assert_same_everywhere(found)
-    setting.assert_close(found[0], with_a_sparse_table(0, 1))
+    cases.assert_same_everywhere(found)
+    cases.assert_close(found[0], with_a_sparse_table(0, 1))
 
 
 def agreed_norm(rank: int, world: int) -> list[float]:
@@ -180,30 +199,30 @@ def switched(rank: int, world: int) -> list[Tensor]:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3))
     net: nn.Module = DistributedDataParallel(plain) if world > 1 else plain
-    optimizer = ngplus.NGPlus(net, lr=setting.LR, distribution="memory", update_every=4)
+    optimizer = ngplus.NGPlus(net, lr=cases.LR, distribution="memory", update_every=4)
     for step in range(9):
         optimizer.param_groups[0]["side"] = ("right", "left", "smaller")[step // 3]
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
-        net(x[setting.share(len(x), rank, world, False)]).square().sum(1).mean().backward()
+        net(x[cases.share(len(x), rank, world, False)]).square().sum(1).mean().backward()
         optimizer.step()
-    return [p.detach() for p in plain.parameters()]
+    return parameters(plain)
 
 
 def test_all_ranks_know_that_the_side_is_another(ranks: Callable[[int], Pool]) -> None:
     found = ranks(2).run(switched)
-    setting.assert_same_everywhere(found)
-    setting.assert_close(found[0], switched(0, 1))
+    cases.assert_same_everywhere(found)
+    cases.assert_close(found[0], switched(0, 1))
 
 
 def with_graphs(rank: int, world: int, distribution: str) -> list[Tensor]:
-    net = DistributedDataParallel(setting.Graphs())
-    setting.train_on_graphs(net, rank, world, distribution=distribution)
-    return [p.detach() for p in net.parameters()]
+    net = DistributedDataParallel(cases.Graphs())
+    cases.train_on_graphs(net, rank, world, distribution=distribution)
+    return parameters(net)
 
 
 @pytest.mark.parametrize("distribution", ["communication", "memory"])
 def test_graphs_of_unlike_sizes(ranks: Callable[[int], Pool], distribution: str) -> None:
     found = ranks(2).run(with_graphs, distribution)
-    setting.assert_same_everywhere(found)
-    setting.assert_close(found[0], setting.graphs_alone())
+    cases.assert_same_everywhere(found)
+    cases.assert_close(found[0], cases.graphs_alone())

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import ngplus
-from distributed import setting
-from distributed.pool import Pool
+from distributed import cases
+from helpers.ranks import Pool
+from helpers.training import parameters
 
 
 @dataclass(frozen=True)
@@ -32,46 +32,31 @@ class Case:
         return "-".join([self.options, *(["hsdp"] if self.mesh else []), *marks])
 
 
-def sharded(net: nn.Sequential, mesh: tuple[int, int] | None = None) -> nn.Sequential:
-    """Two layers in a group of their own, the rest with the root."""
-    of = None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
-    for layer in (net[2], net[5]):
-        fully_shard(layer, mesh=of)
-    fully_shard(net, mesh=of)
-    return net
-
-
 def train(rank: int, world: int, case: Case) -> list[Any]:
-    dtype = setting.precision(case.options)
-    net = sharded(setting.convolutions(dtype), case.mesh)
-    optimizer = setting.optimizer_of(net, case.options)
-    for step in range(setting.STEPS):
-        x, y = setting.batch(step, dtype)
-        mine = setting.share(len(x), rank, world, case.unequal)
+    dtype = cases.precision(case.options)
+    net = cases.sharded(cases.convolutions(dtype), case.mesh)
+    optimizer = cases.optimizer_of(net, case.options)
+    for step in range(cases.STEPS):
+        x, y = cases.batch(step, dtype)
+        mine = cases.share(len(x), rank, world, case.unequal)
         middle = (mine.start + mine.stop) // 2
         parts = [slice(mine.start, middle), slice(middle, mine.stop)] if case.accumulate else [mine]
         optimizer.zero_grad()
         for part in parts:
             net.set_requires_gradient_sync(part is parts[-1])
-            (setting.squared(net(x[part]), y[part]).sum() * world / len(x)).backward()
+            (cases.squared(net(x[part]), y[part]).sum() * world / len(x)).backward()
         optimizer.step()
-    kept = sum(
-        value.numel()
-        for state in optimizer.state.values()
-        for key, value in state.items()
-        if isinstance(value, Tensor) and key != "momentum_buffer"
-    )
     buffers = [s["momentum_buffer"] for s in optimizer.state.values() if "momentum_buffer" in s]
     assert all(b.placements == p.placements for b, p in zip(buffers, net.parameters(), strict=False))
-    return [[p.detach().full_tensor() for p in net.parameters()], kept]
+    return [parameters(net), cases.numbers_kept(optimizer)]
 
 
 def assert_like_one_process(found: list[list[Any]], options: str) -> None:
-    setting.assert_same_everywhere([params for params, _ in found])
-    setting.assert_close(found[0][0], setting.alone(options))
+    cases.assert_same_everywhere([params for params, _ in found])
+    cases.assert_close(found[0][0], cases.alone(options))
 
 
-CASES = [Case(name) for name in setting.OPTIONS]
+CASES = [Case(name) for name in cases.OPTIONS]
 CASES += [Case("sample", unequal=True), Case("sample", accumulate=True)]
 CASES += [Case("ngadam blocks"), Case("ngadam", unequal=True), Case("ngadam", accumulate=True)]
 
@@ -91,17 +76,18 @@ def test_hybrid_sharding_equals_one_process(ranks: Callable[[int], Pool], case: 
     assert_like_one_process(ranks(4).run(train, case), case.options)
 
 
-def test_each_rank_keeps_its_share_of_the_curvature(ranks: Callable[[int], Pool]) -> None:
+@pytest.mark.parametrize("name", ["momentum", "ngadam blocks"])
+def test_each_rank_keeps_its_share_of_the_state(ranks: Callable[[int], Pool], name: str) -> None:
     """Together the ranks hold what one process holds, and each matrix is on one rank alone."""
-    net = setting.convolutions()
-    optimizer = ngplus.NGPlus(net, momentum=0.0, **setting.OPTIONS["momentum"])
-    x, y = setting.batch(0)
-    setting.squared(net(x), y).mean().backward()
+    net = cases.convolutions(cases.precision(name))
+    optimizer = cases.optimizer_of(net, name)
+    x, y = cases.batch(0, cases.precision(name))
+    cases.squared(net(x), y).mean().backward()
     optimizer.step()
-    whole = sum(v.numel() for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
-    shares = [kept for _, kept in ranks(2).run(train, Case("momentum"))]
+    whole = cases.numbers_kept(optimizer)
+    shares = [kept for _, kept in ranks(2).run(train, Case(name))]
     assert sum(shares) == whole
-    assert max(shares) < 0.75 * whole
+    assert 0 < max(shares) < 0.75 * whole
 
 
 class Experts(nn.Module):
@@ -124,7 +110,7 @@ def with_experts(rank: int, world: int, wrapped: bool) -> list[Tensor]:
     net = Experts()
     if wrapped:
         fully_shard(net)
-    optimizer = ngplus.NGPlus(net, lr=setting.LR, update_every=2)
+    optimizer = ngplus.NGPlus(net, lr=cases.LR, update_every=2)
     for step in range(6):
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
         x[:, 0] = x[:, 0].abs() * torch.tensor([-1.0] * 4 + [1.0] * 4)
@@ -132,43 +118,43 @@ def with_experts(rank: int, world: int, wrapped: bool) -> list[Tensor]:
         optimizer.zero_grad()
         net(x[mine]).square().sum(1).mean().backward()
         optimizer.step()
-    return [p.detach().full_tensor() if wrapped else p.detach() for p in net.parameters()]
+    return parameters(net)
 
 
 def test_a_rank_whose_module_got_no_samples(ranks: Callable[[int], Pool]) -> None:
     found = ranks(2).run(with_experts, True)
-    setting.assert_same_everywhere(found)
-    setting.assert_close(found[0], with_experts(0, 1, False))
+    cases.assert_same_everywhere(found)
+    cases.assert_close(found[0], with_experts(0, 1, False))
 
 
 def with_preconditioner(rank: int, world: int, wrapped: bool) -> list[Tensor]:
-    net = setting.convolutions()
+    net = cases.convolutions()
     if wrapped:
-        sharded(net)
+        cases.sharded(net)
     preconditioner = ngplus.Preconditioner(net, damping=0.5, update_every=3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=setting.LR, momentum=0.9)
-    for step in range(setting.STEPS):
-        x, y = setting.batch(step)
-        mine = setting.share(len(x), rank, world, unequal=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=cases.LR, momentum=0.9)
+    for step in range(cases.STEPS):
+        x, y = cases.batch(step)
+        mine = cases.share(len(x), rank, world, unequal=False)
         optimizer.zero_grad()
-        setting.squared(net(x[mine]), y[mine]).mean().backward()
+        cases.squared(net(x[mine]), y[mine]).mean().backward()
         preconditioner.step()
         optimizer.step()
-    return [p.detach().full_tensor() if wrapped else p.detach() for p in net.parameters()]
+    return parameters(net)
 
 
 def test_the_preconditioner_gives_sharded_directions(ranks: Callable[[int], Pool]) -> None:
     found = ranks(2).run(with_preconditioner, True)
-    setting.assert_same_everywhere(found)
-    setting.assert_close(found[0], with_preconditioner(0, 1, False))
+    cases.assert_same_everywhere(found)
+    cases.assert_close(found[0], with_preconditioner(0, 1, False))
 
 
 def ask_all(rank: int, world: int) -> list[Any]:
     """For each matrix the owner, and L or what is said in its place."""
-    net = sharded(setting.convolutions())
+    net = cases.sharded(cases.convolutions())
     optimizer = ngplus.NGPlus(net)
-    x, y = setting.batch(0)
-    setting.squared(net(x), y).mean().backward()
+    x, y = cases.batch(0)
+    cases.squared(net(x), y).mean().backward()
     optimizer.step()
     answers: list[Any] = []
     for row in optimizer.plan():
@@ -180,10 +166,10 @@ def ask_all(rank: int, world: int) -> list[Any]:
 
 
 def test_the_owner_has_the_curvature(ranks: Callable[[int], Pool]) -> None:
-    plain = setting.convolutions()
+    plain = cases.convolutions()
     optimizer = ngplus.NGPlus(plain)
-    x, y = setting.batch(0)
-    setting.squared(plain(x), y).mean().backward()
+    x, y = cases.batch(0)
+    cases.squared(plain(x), y).mean().backward()
     optimizer.step()
     found = ranks(2).run(ask_all)
     for k, row in enumerate(optimizer.plan()):
@@ -194,20 +180,20 @@ def test_the_owner_has_the_curvature(ranks: Callable[[int], Pool]) -> None:
 
 def with_a_bad_part(rank: int, world: int) -> list[bool]:
     """In the second step one rank's part of one gradient is not finite. Does each step change the parameters?"""
-    net = sharded(setting.convolutions())
-    optimizer = ngplus.NGPlus(net, lr=setting.LR, update_every=2)
+    net = cases.sharded(cases.convolutions())
+    optimizer = ngplus.NGPlus(net, lr=cases.LR, update_every=2)
     changed = []
     for step in range(4):
-        x, y = setting.batch(step)
+        x, y = cases.batch(step)
         optimizer.zero_grad()
-        setting.squared(net(x), y).mean().backward()
+        cases.squared(net(x), y).mean().backward()
         if step == 1 and rank == world - 1:
             net[5].weight.grad.to_local().fill_(float("nan"))
-        before = [p.detach().full_tensor() for p in net.parameters()]
+        before = parameters(net)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             optimizer.step()
-        after = [p.detach().full_tensor() for p in net.parameters()]
+        after = parameters(net)
         assert all(p.isfinite().all() for p in after)
         changed.append(not all(map(torch.equal, before, after)))
     return changed
@@ -219,27 +205,27 @@ def test_all_ranks_leave_out_a_step_that_one_cannot_make(ranks: Callable[[int], 
 
 def with_a_later_group(rank: int, world: int, wrapped: bool) -> list[Tensor]:
     """The first layers, the largest of all, join the training between two refreshes."""
-    net = setting.convolutions()
+    net = cases.convolutions()
     if wrapped:
-        sharded(net)
+        cases.sharded(net)
     late = [*net[5].parameters(), *net[0].parameters()]
     early = [p for p in net.parameters() if not any(p is q for q in late)]
-    optimizer = ngplus.NGPlus(early, lr=setting.LR, model=net, **setting.OPTIONS["momentum"])
+    optimizer = ngplus.NGPlus(early, lr=cases.LR, model=net, **cases.OPTIONS["momentum"])
     for step in range(10):
         if step == 4:
             optimizer.add_param_group({"params": late})
-        x, y = setting.batch(step)
-        mine = setting.share(len(x), rank, world, unequal=False)
+        x, y = cases.batch(step)
+        mine = cases.share(len(x), rank, world, unequal=False)
         net.zero_grad()
-        setting.squared(net(x[mine]), y[mine]).mean().backward()
+        cases.squared(net(x[mine]), y[mine]).mean().backward()
         optimizer.step()
-    return [p.detach().full_tensor() if wrapped else p.detach() for p in net.parameters()]
+    return parameters(net)
 
 
 def test_a_group_that_is_added_later(ranks: Callable[[int], Pool]) -> None:
     found = ranks(2).run(with_a_later_group, True)
-    setting.assert_same_everywhere(found)
-    setting.assert_close(found[0], with_a_later_group(0, 1, False))
+    cases.assert_same_everywhere(found)
+    cases.assert_close(found[0], with_a_later_group(0, 1, False))
 
 
 def with_fsdp1(rank: int, world: int, kind: str, whole: bool) -> list[str]:
@@ -264,12 +250,12 @@ def test_fsdp1_is_refused(ranks: Callable[[int], Pool], kind: str, whole: bool) 
 
 
 def with_graphs(rank: int, world: int) -> list[Tensor]:
-    net = fully_shard(setting.Graphs())
-    setting.train_on_graphs(net, rank, world)
-    return [p.detach().full_tensor() for p in net.parameters()]
+    net = fully_shard(cases.Graphs())
+    cases.train_on_graphs(net, rank, world)
+    return parameters(net)
 
 
 def test_graphs_of_unlike_sizes(ranks: Callable[[int], Pool]) -> None:
     found = ranks(2).run(with_graphs)
-    setting.assert_same_everywhere(found)
-    setting.assert_close(found[0], setting.graphs_alone())
+    cases.assert_same_everywhere(found)
+    cases.assert_close(found[0], cases.graphs_alone())

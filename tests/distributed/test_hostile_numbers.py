@@ -12,35 +12,35 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ngplus
-from distributed import setting
-from distributed.pool import Pool
+from distributed import cases
+from helpers.ranks import Pool
+from helpers.training import parameters
 
 BAD_STEP, ALL_STEPS = 3, 8  # of a refresh every third step: the bad one is a refresh
 
 
 def train(rank: int, world: int, kind: str, name: str, bad: float | None) -> tuple[list[Tensor], int, list[int]]:
     """``bad`` is what rank 1 sees in one sample of one step; None leaves that step out on all ranks."""
-    dtype = setting.precision(name)
-    plain = setting.convolutions(dtype)
+    dtype = cases.precision(name)
+    plain = cases.convolutions(dtype)
     net: nn.Module = DistributedDataParallel(plain) if kind != "fsdp2" else fully_shard(plain)
     distribution = "memory" if kind == "ddp memory" else "communication"
-    optimizer = setting.optimizer_of(net, name, distribution=distribution)
+    optimizer = cases.optimizer_of(net, name, distribution=distribution)
     for step in range(ALL_STEPS):
-        x, y = setting.batch(step, dtype)
-        mine = setting.share(len(x), rank, world, False)
+        x, y = cases.batch(step, dtype)
+        mine = cases.share(len(x), rank, world, False)
         x, y = x[mine].clone(), y[mine]
         if step == BAD_STEP and bad is None:
             continue
         if step == BAD_STEP and rank == 1:
             x[0, 0] = bad
         optimizer.zero_grad()
-        setting.squared(net(x), y).mean().backward()
+        cases.squared(net(x), y).mean().backward()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ngplus.HealthWarning)
             optimizer.step()
-    params = [p.full_tensor() if kind == "fsdp2" else p for p in net.parameters()]
     steps = [int(group["step"]) for group in optimizer.param_groups]
-    return [p.detach() for p in params], optimizer.health().skipped, steps
+    return parameters(net), optimizer.health().skipped, steps
 
 
 @pytest.mark.parametrize("name", ["sample", "momentum", "batch", "ngadam"])
@@ -51,7 +51,7 @@ def test_a_bad_sample_on_one_rank_is_a_step_that_all_ranks_skip(
 ) -> None:
     found = ranks(2).run(train, kind, name, bad)
     without = ranks(2).run(train, kind, name, None)
-    setting.assert_same_everywhere([params for params, *_ in found])
+    cases.assert_same_everywhere([params for params, *_ in found])
     assert [skipped for _, skipped, *_ in found] == [1, 1]
     assert [steps for _, _, steps in found] == [[ALL_STEPS - 1]] * 2
     for p, q in zip(found[0][0], without[0][0], strict=True):  # as if that step had not been
@@ -64,7 +64,7 @@ def test_a_sample_of_1e25_on_one_rank_leaves_all_ranks_finite_and_alike(
     ranks: Callable[[int], Pool], kind: str, name: str
 ) -> None:
     found = ranks(2).run(train, kind, name, 1e25)
-    setting.assert_same_everywhere([params for params, *_ in found])
+    cases.assert_same_everywhere([params for params, *_ in found])
     assert all(bool(p.isfinite().all()) for p in found[0][0])
 
 
@@ -87,22 +87,21 @@ def overflow(rank: int, world: int, kind: str, name: str, bad_step: int) -> tupl
     if kind != "alone":
         net = DistributedDataParallel(plain) if kind != "fsdp2" else fully_shard(plain)
     distribution = "memory" if kind == "ddp memory" else "communication"
-    optimizer = setting.optimizer_of(net, name, distribution=distribution)
+    optimizer = cases.optimizer_of(net, name, distribution=distribution)
     for step in range(ALL_STEPS):
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
         if step == bad_step:  # the others are zero: beside 2^83 they would be rounded away, in an order of their own
             x = torch.zeros(8, 4)
             x[4], x[5] = 2.0**83, -(2.0**83)
         optimizer.zero_grad()
-        wild, steady = net(x[setting.share(len(x), rank, world, False)])
+        wild, steady = net(x[cases.share(len(x), rank, world, False)])
         (wild.sum(1) + steady.square().sum(1)).mean().backward()
         assert all(bool(p.grad.isfinite().all()) for p in plain.parameters() if p.grad is not None)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ngplus.HealthWarning)
             optimizer.step()
-    params = [p.full_tensor() if kind == "fsdp2" else p for p in net.parameters()]
     health = optimizer.health()
-    return [p.detach() for p in params], [
+    return parameters(net), [
         health.skipped,
         health["wild.weight"].dropped,
         health["steady.weight"].dropped,
@@ -117,9 +116,9 @@ def test_curvature_that_overflows_on_one_rank_is_dropped_by_all(
 ) -> None:
     bad_step = BAD_STEP if later else 0
     found = ranks(2).run(overflow, kind, name, bad_step)
-    setting.assert_same_everywhere([params for params, _ in found])
+    cases.assert_same_everywhere([params for params, _ in found])
     skipped, dropped, beside = torch.tensor([counts for _, counts in found]).amax(0).tolist()
     assert (skipped, dropped, beside) == (0, 1, 0)  # counted where the sums of all ranks are kept
     wanted, counts = overflow(0, 1, "alone", name, bad_step)
     assert counts == [0, 1, 0]
-    setting.assert_close(found[0][0], wanted)
+    cases.assert_close(found[0][0], wanted)

@@ -11,20 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ngplus
-from distributed import setting
-from distributed.pool import Pool
+from distributed import cases
+from helpers.ranks import Pool
+from helpers.training import parameters
 
 STEPS, BATCH = 9, 8
 OPTIMIZERS: dict[str, Any] = {"NGPlus": functools.partial(ngplus.NGPlus, damping=0.5), "NGAdam": ngplus.NGAdam}
@@ -52,7 +50,7 @@ def made(kind: str, world: int, name: str = "NGPlus", **options: Any) -> tuple[n
     elif world > 1:
         net = DistributedDataParallel(net)
     distribution = "memory" if kind == "ddp memory" else "communication"
-    return net, OPTIMIZERS[name](net, lr=setting.LR, update_every=3, distribution=distribution, **options)
+    return net, OPTIMIZERS[name](net, lr=cases.LR, update_every=3, distribution=distribution, **options)
 
 
 def batch(step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
@@ -65,10 +63,6 @@ def batch(step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
 def error(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     squares: Tensor = (net(x) - y).square().sum(1)
     return squares
-
-
-def parameters(net: nn.Module) -> list[Tensor]:
-    return [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in net.parameters()]
 
 
 def with_inputs_attacked(net: nn.Module, optimizer: ngplus.NGPlus, step: int, rank: int, world: int) -> None:
@@ -122,8 +116,8 @@ def trained(rank: int, world: int, kind: str, loop: str) -> list[Tensor]:
 @pytest.mark.parametrize("loop", LOOPS)
 def test_two_ranks_equal_one_process(ranks: Callable[[int], Pool], loop: str, kind: str) -> None:
     found = ranks(2).run(trained, kind, loop)
-    setting.assert_same_everywhere(found)
-    setting.assert_close(found[0], trained(0, 1, "plain", loop))
+    cases.assert_same_everywhere(found)
+    cases.assert_close(found[0], trained(0, 1, "plain", loop))
 
 
 def plain_steps(net: nn.Module, optimizer: Any, steps: range, rank: int, world: int) -> None:
@@ -141,12 +135,9 @@ def passed_on(rank: int, world: int, kind: str, name: str, folder: str) -> list[
     set_model_state_dict(net, saved["model"], options=StateDictOptions(full_state_dict=True))
     optimizer.load_state_dict(saved["optimizer"])
     plain_steps(net, optimizer, range(3, 6), rank, world)
-    states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
-    dcp.save(states, checkpoint_id=f"{folder}/many")
+    cases.save(net, optimizer, f"{folder}/many")
     net, optimizer = made(kind, world, name)
-    states = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
-    dcp.load(states, checkpoint_id=f"{folder}/many")
-    set_state_dict(net, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    cases.load(net, optimizer, f"{folder}/many")
     plain_steps(net, optimizer, range(6, STEPS), rank, world)
     return parameters(net)
 
@@ -164,8 +155,8 @@ def test_a_state_is_passed_on_from_one_process_to_ranks_and_on(
     torch.save(copy.deepcopy({"model": net.state_dict(), "optimizer": optimizer.state_dict()}), tmp_path / "one.pt")
     plain_steps(net, optimizer, range(3, STEPS), 0, 1)
     found = ranks(2).run(passed_on, kind, name, str(tmp_path))
-    setting.assert_same_everywhere(found)
-    setting.assert_close(found[0], parameters(net))
+    cases.assert_same_everywhere(found)
+    cases.assert_close(found[0], parameters(net))
 
 
 def trained_plainly(rank: int, world: int, kind: str, name: str) -> list[Tensor]:
@@ -178,7 +169,7 @@ def trained_plainly(rank: int, world: int, kind: str, name: str) -> list[Tensor]
 def test_fsdp2_on_one_rank(ranks: Callable[[int], Pool], name: str) -> None:
     """As in a first try before many ranks are taken."""
     (found,) = ranks(1).run(trained_plainly, "fsdp2", name)
-    setting.assert_close(found, trained_plainly(0, 1, "plain", name))
+    cases.assert_close(found, trained_plainly(0, 1, "plain", name))
 
 
 def with_a_whole_buffer(rank: int, world: int) -> list[str]:
@@ -202,13 +193,10 @@ def saved_and_loaded(rank: int, world: int, kind: str, solver: str, folder: str)
     """The parameters of a run that goes on, and of one that goes on from its checkpoint."""
     net, optimizer = made(kind, world, solver=solver)
     plain_steps(net, optimizer, range(4), rank, world)
-    states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
-    dcp.save(states, checkpoint_id=folder)
+    cases.save(net, optimizer, folder)
     plain_steps(net, optimizer, range(4, STEPS), rank, world)
     again, other = made(kind, world, solver=solver)
-    states = dict(zip(("model", "optimizer"), get_state_dict(again, other), strict=True))
-    dcp.load(states, checkpoint_id=folder)
-    set_state_dict(again, other, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    cases.load(again, other, folder)
     plain_steps(again, other, range(4, STEPS), rank, world)
     return [parameters(net), parameters(again)]
 

@@ -20,8 +20,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import ngplus
-from distributed import setting
-from distributed.pool import Pool
+from distributed import cases
+from helpers.ranks import Pool
+from helpers.training import parameters
 
 BATCH, LENGTH, VOCABULARY, WIDTH = 8, 4, 11, 8
 
@@ -52,7 +53,7 @@ class Tokens(nn.Module):
 
 def batch(step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    size = 4 if step == setting.STEPS - 1 else BATCH
+    size = 4 if step == cases.STEPS - 1 else BATCH
     tokens = torch.randint(VOCABULARY, (size, LENGTH), generator=generator)
     return tokens, torch.randn(size, 3, generator=generator).to(dtype)
 
@@ -78,7 +79,7 @@ def part(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def train(rank: int, world: int, name: str, data: int, sequence: bool = False) -> list[Tensor]:
     """``data`` ranks shard the parameters and the samples by FSDP2, the rest of the mesh is tensor parallel."""
-    dtype = setting.precision(name)
+    dtype = cases.precision(name)
     net = Tokens().to(dtype)
     place, share = 0, 1
     if world > 1 and data == 1:
@@ -89,14 +90,14 @@ def train(rank: int, world: int, name: str, data: int, sequence: bool = False) -
         fully_shard(net.block, mesh=mesh["data"])
         fully_shard(net, mesh=mesh["data"])
         place, share = mesh.get_local_rank("data"), data
-    optimizer = setting.optimizer_of(net, name)
-    for step in range(setting.STEPS):
+    optimizer = cases.optimizer_of(net, name)
+    for step in range(cases.STEPS):
         x, y = batch(step, dtype)
         mine = slice(place * len(x) // share, (place + 1) * len(x) // share)
         optimizer.zero_grad()
-        setting.squared(net(x[mine]), y[mine]).mean().backward()
+        cases.squared(net(x[mine]), y[mine]).mean().backward()
         optimizer.step()
-    return [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in net.parameters()]
+    return parameters(net)
 
 
 @functools.cache
@@ -104,25 +105,25 @@ def alone(name: str) -> list[Tensor]:
     return train(0, 1, name, 1)
 
 
-@pytest.mark.parametrize("name", [*setting.OPTIONS, *setting.NGADAM])
+@pytest.mark.parametrize("name", [*cases.OPTIONS, *cases.NGADAM])
 def test_two_ranks_equal_one_process(ranks: Callable[[int], Pool], name: str) -> None:
     found = ranks(2).run(train, name, 1)
-    setting.assert_same_everywhere(found)
-    setting.assert_close(found[0], alone(name))
+    cases.assert_same_everywhere(found)
+    cases.assert_close(found[0], alone(name))
 
 
 def test_sequence_parallel_norms(ranks: Callable[[int], Pool]) -> None:
     found = ranks(2).run(train, "sample", 1, True)
-    setting.assert_same_everywhere(found)
-    setting.assert_close(found[0], alone("sample"))
+    cases.assert_same_everywhere(found)
+    cases.assert_close(found[0], alone("sample"))
 
 
 @pytest.mark.parametrize("data", [1, 2], ids=["alone", "under fsdp2"])
 @pytest.mark.parametrize("name", ["sample", "momentum", "ngadam"])
 def test_four_ranks_equal_one_process(ranks: Callable[[int], Pool], name: str, data: int) -> None:
     found = ranks(4).run(train, name, data)
-    setting.assert_same_everywhere(found)
-    setting.assert_close(found[0], alone(name))
+    cases.assert_same_everywhere(found)
+    cases.assert_close(found[0], alone(name))
 
 
 def averaged_by_hand(rank: int, world: int) -> list[Tensor]:
@@ -131,21 +132,21 @@ def averaged_by_hand(rank: int, world: int) -> list[Tensor]:
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "model"))
     parallel(net, mesh["model"], sequence=False)
     place, group = mesh.get_local_rank("data"), mesh.get_group("data")
-    optimizer = ngplus.NGPlus(net, lr=setting.LR, process_group=group, **setting.OPTIONS["sample"])
-    for step in range(setting.STEPS):
+    optimizer = ngplus.NGPlus(net, lr=cases.LR, process_group=group, **cases.OPTIONS["sample"])
+    for step in range(cases.STEPS):
         x, y = batch(step, torch.float32)
         mine = slice(place * len(x) // 2, (place + 1) * len(x) // 2)
         optimizer.zero_grad()
-        setting.squared(net(x[mine]), y[mine]).mean().backward()
+        cases.squared(net(x[mine]), y[mine]).mean().backward()
         for p in net.parameters():
             part = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
             torch.distributed.all_reduce(part, group=group)
             part /= 2
         optimizer.step()
-    return [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in net.parameters()]
+    return parameters(net)
 
 
 def test_copies_whose_gradients_the_user_averages(ranks: Callable[[int], Pool]) -> None:
     found = ranks(4).run(averaged_by_hand)
-    setting.assert_same_everywhere(found)
-    setting.assert_close(found[0], alone("sample"))
+    cases.assert_same_everywhere(found)
+    cases.assert_close(found[0], alone("sample"))

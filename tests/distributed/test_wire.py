@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ngplus
-from distributed.pool import Pool
-from distributed.setting import OPTIONS, batch, convolutions, squared
-from distributed.test_fsdp2 import sharded
+from distributed.cases import OPTIONS, batch, convolutions, sharded, squared
+from helpers.ranks import Pool
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_to_all_single")
 

@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from torch import Tensor, nn
+from classification import OPTIONS, SAVED, STEPS, loader, plain_loop, small_net
+from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 import ngplus
-
-OPTIONS = {"lr": 0.1, "update_every": 3}
-STEPS, SAVED = 8, 4
+from helpers import reference
+from helpers.training import flat
 
 
 @pytest.fixture(autouse=True)
@@ -27,17 +25,6 @@ def _fresh_state() -> Iterator[None]:
     yield
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-
-
-def small_net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3))
-
-
-def loader(batch: int) -> DataLoader[tuple[Tensor, ...]]:
-    generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(64, 6, generator=generator), torch.randint(3, (64,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=batch)
 
 
 class Run:
@@ -68,20 +55,7 @@ class Run:
 
     @property
     def parameters(self) -> Tensor:
-        return torch.cat([p.detach().flatten() for p in self.accelerator.unwrap_model(self.model).parameters()])
-
-
-def plain_loop() -> Tensor:
-    model = small_net()
-    optimizer = ngplus.NGPlus(model, **OPTIONS)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    for x, y in loader(8):
-        F.cross_entropy(model(x), y).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+        return flat(self.accelerator.unwrap_model(self.model))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
@@ -115,5 +89,5 @@ def test_bfloat16_autocast() -> None:
     run = Run(mixed_precision="bf16")
     run.train(0, STEPS)
     assert {row.source for row in run.plain.plan()} == {"sample"}
-    start = torch.cat([p.detach().flatten() for p in small_net().parameters()])
+    start = flat(small_net())
     assert reference.relative_error(run.parameters - start, plain_loop() - start) < 0.3

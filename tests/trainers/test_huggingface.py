@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import ngplus
+from helpers import reference
+from helpers.training import flat
 
 WORDS, LENGTH, STEPS, SAVED = 29, 8, 8, 4
 OPTIONS = {"lr": 0.1, "update_every": 3}  # the save after 4 steps lies between two refreshes
@@ -89,10 +90,6 @@ def inside(trainer: Trainer) -> ngplus.NGPlus:
     optimizer = trainer.optimizer.optimizer  # Accelerate's wrapper
     assert isinstance(optimizer, ngplus.NGPlus)
     return optimizer
-
-
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def plain_loop(batches: list[dict[str, Tensor]], accumulate: int = 1) -> Tensor:

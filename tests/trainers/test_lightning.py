@@ -8,25 +8,25 @@ from typing import Any
 
 import pytest
 import pytorch_lightning as lightning
-import reference
 import torch
-from torch import Tensor, nn
+from classification import OPTIONS, SAVED, STEPS, loader, plain_loop, small_net
+from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 import ngplus
+from helpers import reference
+from helpers.training import flat
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning")
 
-OPTIONS = {"lr": 0.1, "update_every": 3}
-STEPS, SAVED = 8, 4
+
+EPOCHS = [*loader(8, 32), *loader(8, 32)]
 
 
 class Classifier(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3))
+        self.net = small_net()
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         x, y = batch
@@ -42,12 +42,6 @@ class Classifier(lightning.LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-def loader(batch: int = 8) -> DataLoader[tuple[Tensor, ...]]:
-    generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(32, 6, generator=generator), torch.randint(3, (32,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=batch)
-
-
 def run(
     folder: Path, steps: int = STEPS, resume: Path | None = None, accumulate: int = 1, **arguments: Any
 ) -> tuple[Classifier, lightning.Trainer]:
@@ -60,25 +54,8 @@ def run(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="pytorch_lightning")
         path = None if resume is None else str(resume)
-        trainer.fit(module, loader(8 // accumulate), loader(), ckpt_path=path)
+        trainer.fit(module, loader(8 // accumulate, 32), loader(8, 32), ckpt_path=path)
     return module, trainer
-
-
-def flat(module: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
-def plain_loop() -> Tensor:
-    net = Classifier().net
-    optimizer = ngplus.NGPlus(net, **OPTIONS)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    for x, y in [*loader(), *loader()]:
-        F.cross_entropy(net(x), y).backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    return flat(net)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -89,7 +66,7 @@ def test_the_trainer_makes_the_steps_of_a_plain_loop(accumulate: int, tmp_path: 
     assert isinstance(optimizer, ngplus.NGPlus)
     assert optimizer.param_groups[0]["step"] == STEPS
     assert {row.source for row in optimizer.plan()} == {"sample"}
-    assert reference.relative_error(flat(module), plain_loop()) < 1e-5
+    assert reference.relative_error(flat(module), plain_loop(EPOCHS)) < 1e-5
 
 
 def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
@@ -117,12 +94,12 @@ def test_the_whole_module_may_be_given(tmp_path: Path) -> None:
         max_steps=STEPS, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=False, default_root_dir=tmp_path, gradient_clip_val=0.1,
     )  # fmt: skip
-    trainer.fit(module, loader())
-    assert reference.relative_error(flat(module), plain_loop()) < 1e-5
+    trainer.fit(module, loader(8, 32))
+    assert reference.relative_error(flat(module), plain_loop(EPOCHS)) < 1e-5
 
 
 def test_bfloat16_autocast(tmp_path: Path) -> None:
     module, trainer = run(tmp_path, precision="bf16-mixed")
     assert {row.source for row in trainer.optimizers[0].plan()} == {"sample"}
     start = flat(Classifier())
-    assert reference.relative_error(flat(module) - start, plain_loop() - start) < 0.3
+    assert reference.relative_error(flat(module) - start, plain_loop(EPOCHS) - start) < 0.3

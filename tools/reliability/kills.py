@@ -30,7 +30,7 @@ from ngplus.lab import runs, training
 from ngplus.lab.runs import Config
 
 # the task that the tests of the training loop have, too
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "lab"))
 from regression import Regression as Small
 
 STEPS = 30

@@ -1,0 +1,154 @@
+"""The candidates for NGAdam against dense formulas, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers.reference import BETA1, BETA2, average, dense_direction, random_gradients
+from ngplus.lab.candidates import Roots, SampleGradients, block_size
+
+pytestmark = pytest.mark.usefixtures("one_thread", "double")
+
+
+def test_optimizer_in_blocks() -> None:
+    """Sides of 200 and 161 fall into two blocks each, of which L and R keep the diagonal ones."""
+
+    def two_blocks(x: Tensor) -> Tensor:
+        half = -(-len(x) // 2)
+        block = torch.arange(len(x)) // half
+        return x * (block[:, None] == block)
+
+    model = nn.Linear(161, 200, bias=False)
+    optimizer = Roots(model, lr=0.1, update_every=1, decay=True)
+    gradients = random_gradients(200, 161, 2)
+    for k, gradient in enumerate(gradients):
+        before = model.weight.detach().clone()
+        model.weight.grad = gradient
+        optimizer.step()
+        wanted = dense_direction(gradients[: k + 1], lambda left, right: (two_blocks(left), two_blocks(right)))
+        torch.testing.assert_close((before - model.weight.detach()) / 0.1, wanted, rtol=1e-7, atol=1e-9)
+
+
+def test_tables_by_adam() -> None:
+    """The first step is the sign of the gradient times lr (1 + beta1), by Nesterov momentum."""
+    model = nn.Embedding(6, 4)
+    optimizer = Roots(model, lr=0.1, adam_tables=True)  # type: ignore[arg-type]
+    before = model.weight.detach().clone()
+    model.weight.grad = random_gradients(6, 4, 1)[0]
+    optimizer.step()
+    torch.testing.assert_close(before - model.weight.detach(), 0.19 * model.weight.grad.sign(), rtol=1e-5, atol=0)
+
+
+def test_lazy_averages_take_in_the_gradients_of_refreshes() -> None:
+    """With roots in the steps 1, 2, 3, 4 and 6, the weight of the 6th gradient is that of two steps."""
+    model = nn.Linear(5, 4, bias=False)
+    optimizer = Roots(model, lr=0.1, lazy=True)
+    gradients = random_gradients(4, 5, 6)
+    for gradient in gradients:
+        model.weight.grad = gradient
+        optimizer.step()
+    weights = [BETA2 ** (6 - k) * (1 - BETA2) for k in (1, 2, 3, 4)] + [1 - BETA2**2]
+    assert sum(weights) == pytest.approx(1 - BETA2**6)
+    taken = [gradients[k] for k in (0, 1, 2, 3, 5)]
+    wanted = sum(w * g @ g.mT for w, g in zip(weights, taken, strict=True))
+    torch.testing.assert_close(optimizer.state[model.weight]["left"][0], wanted)
+
+
+def test_tables_have_a_factored_second_moment() -> None:
+    model = nn.Embedding(6, 4)
+    optimizer = Roots(model, lr=0.1, update_every=1, decay=True)  # type: ignore[arg-type]
+    gradients = random_gradients(6, 4, 3)
+    for gradient in gradients:
+        before = model.weight.detach().clone()
+        model.weight.grad = gradient
+        optimizer.step()
+    wanted = dense_direction(gradients, lambda left, right: (left.diag().diag(), right.diag().diag()))
+    torch.testing.assert_close((before - model.weight.detach()) / 0.1, wanted)
+
+
+def test_vectors_are_adam_with_nesterov_and_decoupled_decay() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(5))
+    optimizer = Roots(model, lr=0.02, weight_decay=0.3)
+    gradients = [torch.randn(5) for _ in range(4)]
+    for k, gradient in enumerate(gradients):
+        before = model.weight.detach().clone()
+        model.weight.grad = gradient
+        optimizer.step()
+        bias = 1 - BETA1 ** (k + 1)
+        ahead = BETA1 * average(gradients[: k + 1], BETA1) + (1 - BETA1) * gradient / bias
+        second = average([g**2 for g in gradients[: k + 1]], BETA2)
+        wanted = before * (1 - 0.02 * 0.3) - 0.02 * ahead / (second.sqrt() + 1e-8)
+        torch.testing.assert_close(model.weight.detach(), wanted)
+
+
+@pytest.mark.parametrize(
+    ("length", "other", "unit", "size"),
+    [
+        (160, 10, 1, 160),
+        (384, 128, 1, 128),
+        (512, 128, 1, 128),
+        (2000, 128, 1, 1),
+        (288, 64, 9, 144),
+        (147, 64, 49, 147),
+    ],
+)
+def test_block_size(length: int, other: int, unit: int, size: int) -> None:
+    assert block_size(length, other, unit) == size
+
+
+class Sequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.first, self.last = nn.Conv2d(2, 3, 3, padding=1), nn.Linear(12, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(self.conv(x).transpose(1, 2).flatten(2))  # [batch, 4, 12]
+        return self.last(torch.tanh(h).mean(1))
+
+
+def test_sample_gradients_are_those_of_batches_of_one() -> None:
+    model, x = Sequences(), torch.randn(3, 2, 4, 4)
+    samples = SampleGradients(model)
+    model(x).square().sum().backward()
+    weights = [model.conv.weight, model.first.weight, model.last.weight]
+    found = [samples.pop(weight) for weight in weights]
+    samples.remove()
+    for own, weight in zip(found, weights, strict=True):
+        alone = [torch.autograd.grad(model(one[None]).square().sum(), weight)[0].flatten(1) for one in x]
+        torch.testing.assert_close(own, torch.stack(alone))
+
+
+def test_sample_gradients_of_rows_with_an_index() -> None:
+    class Rows(nn.Linear):
+        @staticmethod
+        def sample_index(x: Tensor) -> tuple[Tensor]:
+            return (torch.tensor([0, 0, 1, 2, 2]),)
+
+    model, x = Rows(3, 2), torch.randn(5, 3)
+    samples = SampleGradients(model)
+    model(x).square().sum().backward()
+    found = samples.pop(model.weight)
+    for k, rows in enumerate(([0, 1], [2], [3, 4])):
+        alone = torch.autograd.grad(
+            nn.functional.linear(x[rows], model.weight, model.bias).square().sum(), model.weight
+        )
+        assert found is not None
+        torch.testing.assert_close(found[k], alone[0])
+
+
+def test_start_per_sample_then_mini_batch() -> None:
+    torch.manual_seed(0)
+    model, x = Sequences(), torch.randn(8, 2, 4, 4)
+    optimizer = Roots(model, lr=0.01, sample_steps=2)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]
+    assert not model.conv._forward_hooks

@@ -1,0 +1,54 @@
+"""Grafting: the direction of NGPlus with the length of SGD's or Adam's step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ngplus
+from helpers import reference as ref
+from helpers.linear import LAMBDA, PAPER, batches, compare, matrix_of, per_sample, train
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def test_grafting_to_sgd() -> None:
+    def direction(k: int, grads: Tensor, _: Tensor) -> Tensor:
+        side, mean = ref.side_of(grads), grads.mean(0)
+        shape = ref.direction(mean, ref.gfim(grads, side), side, LAMBDA)
+        return shape * mean.norm() / shape.norm()
+
+    compare(direction, update_every=1, graft="sgd")
+
+
+def test_grafting_to_adam() -> None:
+    """The length is that of torch's own Adam on the same gradients, whatever the direction."""
+    model = nn.Linear(5, 3)
+    optimizer = ngplus.NGPlus(model, lr=0.1, update_every=1, graft="adam", **PAPER)
+    shadow = nn.Linear(5, 3)
+    adam = torch.optim.Adam(shadow.parameters(), lr=0.1, betas=(0.0, 0.95), eps=1e-8)
+    for x, y in batches(5):
+        grads, before = per_sample(model, x, y), matrix_of(model)
+        train(model, optimizer, x, y)
+        update = before - matrix_of(model)
+        old = matrix_of(shadow)
+        shadow.weight.grad, shadow.bias.grad = grads.mean(0)[0, :, :-1].clone(), grads.mean(0)[0, :, -1].clone()
+        adam.step()
+        assert float(update.norm()) == pytest.approx(float((old - matrix_of(shadow)).norm()), rel=1e-6)
+        shape = ref.direction(grads.mean(0), ref.gfim(grads, "left"), "left", LAMBDA)
+        assert ref.relative_error(update / update.norm(), shape / shape.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_grafted_momentum_keeps_the_length(nesterov: bool) -> None:
+    """Of gradients that do not change every step is as long as Adam's: a number each."""
+    weight = nn.Parameter(torch.zeros(4, 3))
+    gradient = torch.randn(4, 3)
+    options = {**PAPER, "graft": "adam", "curvature": "batch", "momentum": 0.9, "nesterov": nesterov}
+    optimizer = ngplus.NGPlus([weight], lr=0.1, **options)
+    for _ in range(6):
+        before = weight.detach().clone()
+        weight.grad = gradient.clone()
+        optimizer.step()
+        assert float((weight - before).norm()) == pytest.approx(0.1 * 12**0.5, rel=1e-5)
