@@ -97,7 +97,7 @@ class ModuleWatcher(Watcher):
             if isinstance(adapted, ForAllSamples):  # of a lookup without a batch dimension
                 reason = "its output, the same for all samples, is used in other ways than to be added"
                 watched, adapted.on_other_use = adapted.by_sample, partial(parameters.give_up, reason)
-            capture.record(use, watched, rule.kept(module, inputs, adapted), build)
+            capture.record(use, watched, inputs, build)
             return None if adapted is output else adapted
 
         return Hook(self._capture, after)
