@@ -5,17 +5,17 @@ The optimizer arms the matrices that are due and takes what was gathered at the 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ngplus.capture.accumulator import Accumulator
-from ngplus.capture.calls import BatchDims, SampleIndex
+from ngplus.capture.hooks import weak_method
 from ngplus.capture.matrices import ParameterMatrix, Use
 from ngplus.capture.recorder import Recorder
+from ngplus.capture.sample_index import SampleIndex
+from ngplus.capture.samples import BatchDims
 from ngplus.fisher.factors import Bags, Factors, Lookup
 from ngplus.utils.dtensor import holds_gradients, is_dtensor, local, many_ranks
 from ngplus.utils.typing import Group
@@ -42,7 +42,7 @@ class Collector:
         on_forward: Callable[[bool], None],
     ) -> None:
         self._matrices, self._groups, self._accumulator_type = matrices, groups, accumulator_type
-        self._on_forward = _weakly(on_forward)
+        self._on_forward = weak_method(on_forward)
         self._gathered: dict[int, Accumulator] = {}
         self._before: dict[int, list[_Mark]] = {}  # the gradients before the pass under way, where that is checked
         self._after: dict[int, list[_Mark]] = {}  # and after the last one, of matrices for which it has brought samples
@@ -58,9 +58,9 @@ class Collector:
         compiled: nn.Module | None,
     ) -> None:
         """Installs the capture. It knows this object weakly, so that hooks go with the optimizer."""
-        before, after = _weakly(self._before_forward), _weakly(self._after_backward)
-        first = _weakly(self._before_gradients)
-        self._capture = Recorder(model, uses, _weakly(self._gather), batch_dim, before, after, first, sample_index)
+        before, after = weak_method(self._before_forward), weak_method(self._after_backward)
+        first = weak_method(self._before_gradients)
+        self._capture = Recorder(model, uses, weak_method(self._gather), batch_dim, before, after, first, sample_index)
         if compiled is not None:
             self._capture.compiled_calls.add_wrapper(compiled)
 
@@ -91,7 +91,7 @@ class Collector:
         """After matrices have been armed for the next step."""
         if self._capture is not None:
             self._capture.note_armed()
-            self._capture.look_for_compiled_calls()
+            self._capture.find_compiled_modules()
 
     def drop(self) -> None:
         """Forgets what was gathered, as when gradients are set to zero."""
@@ -100,7 +100,7 @@ class Collector:
         self._after.clear()
         if self._capture is not None:
             self._capture.discard()
-            self._capture.look_for_compiled_calls()
+            self._capture.find_compiled_modules()
 
     def forget(self) -> None:
         """After the step: the next one begins."""
@@ -147,7 +147,7 @@ class Collector:
     def _after_backward(self) -> None:
         """The check, and a mark on the gradients that the pass has left."""
         self._check_coverage()
-        kept = set() if self._capture is None else self._capture.kept()
+        kept = set() if self._capture is None else self._capture.retained()
         for matrix in self._matrices if self._gathered or kept else ():
             if (id(matrix) in self._gathered or id(matrix) in kept) and not matrix.managed:
                 self._after[id(matrix)] = [_Mark(p.grad, entries=False) for p in matrix.params]
@@ -184,7 +184,7 @@ class Collector:
                 continue
             captured, gathered.gradient = matrix.layout.split(gathered.gradient), None
             # No side is curved where the option was changed in the middle of the pass.
-            if matrix.given_up or gathered.total == [] or all(grad is None for grad in added):
+            if matrix.falls_back or gathered.total == [] or all(grad is None for grad in added):
                 continue
             # Of a forward that leaves the bias out, the weight is looked at all the same.
             pairs = [(grad, part) for grad, part in zip(added, captured, strict=True) if grad is not None]
@@ -193,7 +193,7 @@ class Collector:
             rounding = (5e-2 if gathered.coarse else 1e-3) * gathered.length() + sum(mark.rounding() for mark in marks)
             matrix.checked = all(grad is not None for grad in added)
             if bool(torch.linalg.vector_norm(torch.stack(left_over)) > rounding):
-                matrix.give_up("a part of its gradient does not come from calls of its module")
+                matrix.fall_back_at_step("a part of its gradient does not come from calls of its module")
 
 
 class _Mark:
@@ -226,13 +226,3 @@ def _is_zero(grad: Tensor | None) -> bool:
     if grad is None:
         return True
     return not is_dtensor(grad) and not bool((grad._values() if grad.is_sparse else grad).any())
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        if (alive := reference()) is not None:
-            alive(*args)
-
-    return call

@@ -1,4 +1,4 @@
-"""The hooks on the model's modules: what a layer's forward pass hands over to capture."""
+"""The forward hooks on the model's modules, which pass inputs and outputs to the recorder."""
 
 from __future__ import annotations
 
@@ -10,31 +10,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ngplus.capture.calls import Build
-from ngplus.capture.layers import Batch, Watcher
+from ngplus.capture.layers import Watcher
+from ngplus.capture.layers.base import Build, Inputs
 from ngplus.capture.layers.embedding import ForAllSamples
 from ngplus.capture.matrices import Use
-from ngplus.fisher.factors import Factors
 
 if TYPE_CHECKING:
     from ngplus.capture.recorder import Recorder
 
 
 class Hook:
-    """A hook that works for its capture only: in a copied or unpickled module, and once the capture is gone, it does
-    nothing. (A module that is being called may still hold hooks that have just been removed.)"""
+    """Calls ``function`` as long as its recorder exists. Does nothing in a copied or unpickled module."""
 
     def __init__(
-        self, capture: weakref.ref[Recorder] | None = None, function: Callable[..., Any] | None = None
+        self, recorder: weakref.ref[Recorder] | None = None, function: Callable[..., Any] | None = None
     ) -> None:
-        self.capture, self.function = capture, function
+        self.recorder, self.function = recorder, function
 
     def __call__(self, *args: Any) -> Any:
-        capture = None if self.capture is None else self.capture()
-        if self.function is None or capture is None:
+        recorder = None if self.recorder is None else self.recorder()
+        if self.function is None or recorder is None:
             return None
-        if torch.compiler.is_compiling():  # traced with the model: in the graph only where there is something to see
-            return capture.uncompiled(self.function, *args) if capture.listening() else None
+        if torch.compiler.is_compiling():  # traced with the model: breaks the graph only if a refresh is due
+            return recorder.uncompiled(self.function, *args) if recorder.listening() else None
         return self.function(*args)
 
     def __deepcopy__(self, memo: Any) -> Hook:
@@ -45,64 +43,68 @@ class Hook:
 
 
 class ModuleWatcher(Watcher):
-    """The watcher of one module: its matrices by their place in the rule's list."""
+    """The watcher of one module. ``uses`` are by index into the list of ``LayerRule.matrices``."""
 
-    def __init__(self, capture: weakref.ref[Recorder], uses: dict[int, Use]) -> None:
-        self._capture, self._uses = capture, uses
+    def __init__(self, recorder: weakref.ref[Recorder], uses: dict[int, Use]) -> None:
+        self._recorder, self._uses = recorder, uses
 
     def hook(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return Hook(self._capture, function)
+        return Hook(self._recorder, function)
 
     def recording(self, matrix: int) -> bool:
-        capture, use = self._capture(), self._uses.get(matrix)
-        return capture is not None and use is not None and capture.recording(use.matrix)
+        recorder, use = self._recorder(), self._uses.get(matrix)
+        return recorder is not None and use is not None and recorder.recording(use.matrix)
 
     def refuse(self, matrix: int, reason: str) -> None:
         if matrix in self._uses:
-            self._uses[matrix].matrix.give_up(reason)
+            self._uses[matrix].matrix.fall_back_at_step(reason)
 
-    def record(self, matrix: int, output: Tensor, inputs: tuple[Tensor | None, ...], build: Build) -> None:
-        capture, use = self._capture(), self._uses.get(matrix)
-        if capture is not None and use is not None and use.matrix.armed and use.matrix.source != "batch":
-            capture.record(use, output, inputs, build)
+    def record(self, matrix: int, output: Tensor, inputs: Inputs, build: Build) -> None:
+        recorder, use = self._recorder(), self._uses.get(matrix)
+        if recorder is not None and use is not None and use.matrix.armed and use.matrix.source != "batch":
+            recorder.record(use, output, inputs, build)
 
     def forward_hook(self, matrix: int) -> Callable[..., Any]:
         use = self._uses[matrix]
-        rule, parameters = use.rule, use.matrix
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
-            if not parameters.armed:  # the common case, first and cheap
+            if not use.matrix.armed:  # the common case first
                 return None
-            capture = self._capture()
-            if capture is None or not capture.recording(parameters):
+            recorder = self._recorder()
+            if recorder is None or not recorder.recording(use.matrix):
                 return None
-            inputs = rule.inputs(module, args, kwargs)
+            inputs = use.rule.inputs(module, args, kwargs)
             tensors = [x for x in inputs if x is not None]
             if not tensors or not all(isinstance(x, Tensor) for x in (output, *tensors)):
-                parameters.give_up(f"{type(module).__name__} takes or gives what is no tensor")
+                self.refuse(matrix, f"{type(module).__name__} takes or gives what is no tensor")
                 return None
-            if not (use.active[0] or rule.bias_needs_input):
-                inputs = (None,) * len(inputs)  # torch keeps no input for a bias either
-            if not lie_plainly(output, *inputs):  # before the rule looks at them
-                parameters.give_up("its module takes or gives a sparse or nested tensor")
+            if not (use.active[0] or use.rule.bias_needs_input):
+                inputs = (None,) * len(inputs)
+            if not is_strided(output, *inputs):  # before the rule reads them
+                self.refuse(matrix, "its module takes or gives a sparse or nested tensor")
                 return None
-            adapted = rule.adapt(module, inputs, output, capture.batch(use))
-
-            def build(
-                saved: tuple[Tensor | None, ...], grad: Tensor, active: tuple[bool, ...], batch: Batch
-            ) -> Factors:
-                return rule.factors(module, saved, grad, active, batch)
-
-            watched = adapted
-            if isinstance(adapted, ForAllSamples):  # of a lookup without a batch dimension
+            adapted = use.rule.adapt(module, inputs, output, recorder.batch(use))
+            recorded = adapted
+            if isinstance(adapted, ForAllSamples):  # a lookup without a batch dimension
                 reason = "its output, the same for all samples, is used in other ways than to be added"
-                watched, adapted.on_other_use = adapted.by_sample, partial(parameters.give_up, reason)
-            capture.record(use, watched, inputs, build)
+                recorded, adapted.on_other_use = adapted.by_sample, partial(self.refuse, matrix, reason)
+            recorder.record(use, recorded, inputs, partial(use.rule.factors, module))
             return None if adapted is output else adapted
 
-        return Hook(self._capture, after)
+        return Hook(self._recorder, after)
 
 
-def lie_plainly(*tensors: Tensor | None) -> bool:
-    """Are they in memory entry by entry, none of them sparse or nested?"""
+def is_strided(*tensors: Tensor | None) -> bool:
+    """Returns True if no tensor is sparse or nested."""
     return all(x is None or (x.layout is torch.strided and not x.is_nested) for x in tensors)
+
+
+def weak_method(method: Callable[..., None]) -> Callable[..., None]:
+    """Wraps a bound method without keeping its object alive. Calls do nothing once the object is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(*args)
+
+    return call

@@ -82,22 +82,22 @@ class ParameterMatrix:
         return self.reason or (missed if self.missed else "")
 
     def fall_back(self, reason: str) -> None:
-        """Leaves per-sample curvature for that of the mini-batch gradient."""
+        """Uses the curvature of the mini-batch gradient from now on."""
         self.source, self.reason = "batch", reason
 
-    def give_up(self, reason: str) -> None:
-        """The same in the middle of a pass: it holds from the step on. Until then uses are recorded as before, since a
-        checkpoint has to save again what it saved at first, and other ranks may capture in step with this one."""
+    def fall_back_at_step(self, reason: str) -> None:
+        """Falls back at the next step. Until then uses are recorded as before: a checkpoint has to save the same
+        tensors when it runs again, and other ranks may capture together with this one."""
         self.reason = reason
 
     @property
-    def given_up(self) -> bool:
-        """Is nothing to be made of what is recorded?"""
+    def falls_back(self) -> bool:
+        """Is what is recorded not needed, since the matrix falls back at the next step?"""
         return bool(self.reason) and not self.in_step
 
-    def settle(self) -> None:
-        """At the step: what was given up has no per-sample curvature. Ranks in step with each other agree on that."""
-        if self.given_up:
+    def apply_fallback(self) -> None:
+        """Runs at the step. Ranks that capture together agree on the fallback elsewhere."""
+        if self.falls_back:
             self.fall_back(self.reason)
 
     @property

@@ -1,8 +1,8 @@
 """The rule of nn.MultiheadAttention, which packs its projections and never calls its own ``out_proj``.
 
-Torch's attention is one function, ``F.multi_head_attention_forward``, that takes the projection weights as arguments, so
-no hook sees the projected queries, keys and values. On a refresh step a pre-hook passes the inputs as a tensor subclass,
-whose ``__torch_function__`` replaces the call of that function: the rule computes the projections and records them, and
+Torch's attention is one function, ``F.multi_head_attention_forward``, that takes the projection weights as arguments.
+No hook sees the projected queries, keys and values. On a refresh step a pre-hook wraps the inputs in a tensor subclass,
+whose ``__torch_function__`` replaces the call of that function: the rule computes the projections, records them, and
 calls the function with the identity as each projection. Masks, dropout and heads are still torch's.
 """
 
@@ -147,7 +147,8 @@ def _attend(module: nn.MultiheadAttention, watcher: Watcher, given: dict[str, An
         "in_proj_weight": None, "in_proj_bias": None, "out_proj_weight": eye, "out_proj_bias": None,
         "use_separate_proj_weight": True, "q_proj_weight": same, "k_proj_weight": same, "v_proj_weight": same,
     }  # fmt: skip
-    attended, weights = F.multi_head_attention_forward(*projected, **{**given, **identities})
+    q, k, v = projected
+    attended, weights = F.multi_head_attention_forward(q, k, v, **{**given, **identities})
     out = F.linear(attended, given["out_proj_weight"], given["out_proj_bias"])
     watcher.record(0, out, (attended,), _build(module, 0, size, torch_order=True))
     return out, weights
@@ -176,6 +177,6 @@ def _batch(module: nn.MultiheadAttention, x: Tensor, batch: Batch) -> Batch:
     own = 0 if module.batch_first else 1
     if batch.dim is not None and (x.dim() == 2 or x.shape[own] == 1):
         positions = 0 if x.dim() == 2 else 1 - own
-        if x.shape[positions] in batch.rows:
+        if x.shape[positions] in batch.ragged:
             return replace(batch, dim=positions)
     return replace(batch, dim=None if x.dim() == 2 or batch.dim is None else own)

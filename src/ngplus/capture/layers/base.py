@@ -1,10 +1,10 @@
 """The contract of a layer rule, and the registry that finds the rule of a module.
 
 To add a rule, subclass :class:`LayerRule`, implement ``matrices`` and ``factors``, and decorate the class with
-``ngplus.layers.register_layer``. Rules of this package are in the modules next to this one; ``linear.py`` is the shortest.
+``ngplus.layers.register_layer``. The rules of this package are in this folder; ``linear.py`` is the shortest.
 
-Tensor convention. A module's parameters form matrices W (m x n). ``factors`` returns the per-sample gradients G_i (m x n)
-of one matrix as :class:`~ngplus.fisher.factors.Factors`, most often as ``Outer(left, right)``:
+Tensor convention. A module's parameters form matrices W (m x n). ``factors`` returns the per-sample gradients G_i
+(m x n) of one matrix as :class:`~ngplus.fisher.factors.Factors`, most often as ``Outer(left, right)``:
 
     left   [groups, samples, positions, m]     gradients g_ip of the output
     right  [groups, samples, positions, n]     inputs a_ip, with a last column of ones for the bias (``ones=True``)

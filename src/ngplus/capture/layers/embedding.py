@@ -49,7 +49,7 @@ class EmbeddingRule(LayerRule):
         if weight is not None:
             grad = grad * weight[..., None]
         index = index.expand(grad.shape[:-1]).long()
-        if batch.dim == 0 and batch.size and (index.dim() == 0 or len(index) not in {batch.size, *batch.rows}):
+        if batch.dim == 0 and batch.size and (index.dim() == 0 or len(index) not in {batch.size, *batch.ragged}):
             raise NotPerSample("its index has no batch dimension")
         return Lookup(batch.fold(index, 0), batch.fold(grad), module.num_embeddings)
 

@@ -44,7 +44,7 @@ class LinearRule(LayerRule):
     def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         (x,) = inputs
         right = x if active[0] and x is not None else grad[..., :0]
-        ragged = batch.ragged(grad)
+        ragged = batch.ragged_of(grad)
         if ragged is None or not ragged.uneven or ragged.longest * (grad.shape[-1] + right.shape[-1]) < MANY:
             return linear_factors(x, grad, active, batch)
         right = F.pad(right, (0, 1), value=1.0) if len(active) > 1 and active[1] else right

@@ -95,8 +95,6 @@ class _Build:
 
     def __call__(self, inputs: Inputs, gradient: Tensor, active: Active, batch: Batch) -> Factors:
         dim = batch.dim
-        if dim == 0 and isinstance(self.module, nn.RNNBase) and not self.module.batch_first:
-            dim = 1
         names = [name for name, on in zip(self.spec.names, active, strict=True) if on]
         kinds = [kind for kind, on in zip(self.spec.kinds, active, strict=True) if on]
         # Copies, since the module may change its weights, or a part of its inputs, in place once more.
