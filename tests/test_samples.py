@@ -77,7 +77,7 @@ def check(
 @pytest.mark.parametrize("shuffled", [False, True], ids=["in order", "shuffled"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_graphs_are_the_samples(side: str, shuffled: bool, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "MANY", many)
+    monkeypatch.setattr(linear, "MIN_UNPADDED_ENTRIES", many)
     torch.manual_seed(1)
     model, inputs = GraphNet(), graphs(shuffled)
     check(model, inputs, torch.randn(SAMPLES), ref.rows, side=side)
@@ -101,7 +101,7 @@ LINEAR = [
 
 @pytest.mark.parametrize(("name", "many"), [*((name, 2**13) for name in LAYERS), *((name, 0) for name in LINEAR)])
 def test_every_layer_takes_rows_of_samples(name: str, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "MANY", many)
+    monkeypatch.setattr(linear, "MIN_UNPADDED_ENTRIES", many)
     make, shape, lay = LAYERS[name]
     model = Rows(make())
     graph = torch.tensor([2, 0, 0, 1, 3, 2, 2, 3, 2, 2, 0])
@@ -148,7 +148,7 @@ class Packed(nn.Module):
     "model", [Packed, lambda: Packed(False), lambda: Packed(flat=True)], ids=["", "second", "flat"]
 )
 def test_packed_sequences(model: Callable[[], Packed], many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "MANY", many)
+    monkeypatch.setattr(linear, "MIN_UNPADDED_ENTRIES", many)
     sequence = torch.repeat_interleave(torch.arange(SAMPLES), torch.tensor(SIZES))
     inputs = torch.randn(1, len(sequence), 3), sequence
     check(model(), inputs, torch.randn(SAMPLES), ref.rows, batch_dim=1)

@@ -24,14 +24,15 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ngplus.capture.calls import ForwardCall, PendingGradient
-from ngplus.capture.hooks import Hook, ModuleWatcher, is_strided, weak_method
 from ngplus.capture.layers import Batch, LayerRule
 from ngplus.capture.layers.base import Build, Inputs, NotPerSample, no_mixed_precision
+from ngplus.capture.layers.watcher import Hook, Watcher, is_strided
 from ngplus.capture.matrices import ParameterMatrix, Use
 from ngplus.capture.sample_index import SampleIndex, SampleIndexReader
 from ngplus.capture.samples import BatchDims, SampleCount, sample_dims
 from ngplus.fisher.factors import Factors, join
 from ngplus.utils.compiled import CompiledCalls, uncompiled
+from ngplus.utils.weak import weak_method
 
 Sink = Callable[[ParameterMatrix, Factors], None]
 
@@ -90,7 +91,7 @@ class Recorder:
         for use in uses:
             by_module.setdefault((use.module, use.rule), {})[use.spec_index] = use
         for (module, rule), of_module in by_module.items():
-            self._handles += rule.watch(module, ModuleWatcher(this, of_module))
+            self._handles += rule.watch(module, Watcher(this, of_module))
 
         before, after = weak_method(self._before_forward), weak_method(self._after_forward)
         self._handles += [

@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ngplus.capture.layers.base import Active, Build, Inputs, LayerRule, Watcher, has_own_forward, register_layer
+from ngplus.capture.layers.base import Active, Build, Inputs, LayerRule, has_own_forward, register_layer
 from ngplus.capture.layers.layout import MatrixSpec
 from ngplus.capture.layers.linear import linear_factors
+from ngplus.capture.layers.watcher import Watcher
 from ngplus.capture.samples import Batch
 from ngplus.fisher.factors import Factors, Outer
 
@@ -39,8 +40,7 @@ class MultiheadAttentionRule(LayerRule):
 
     claims_children = True
 
-    def matrices(self, module: nn.Module) -> list[MatrixSpec]:
-        assert isinstance(module, nn.MultiheadAttention)
+    def matrices(self, module: Any) -> list[MatrixSpec]:
         if has_own_forward(module):
             return []
         out = MatrixSpec(("out_proj.weight", "out_proj.bias"))
@@ -50,7 +50,7 @@ class MultiheadAttentionRule(LayerRule):
         bias = [] if module.in_proj_bias is None else [MatrixSpec(("in_proj_bias",), ("column",))]
         return [out, *separate, *bias]
 
-    def watch(self, module: nn.Module, watcher: Watcher) -> list[Any]:
+    def watch(self, module: Any, watcher: Watcher) -> list[Any]:
         def before(module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             specs = self.matrices(module)
             if not any(watcher.recording(i) for i in range(len(specs))):

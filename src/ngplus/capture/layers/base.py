@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from torch import Tensor, nn
 from ngplus.capture.layers.layout import MatrixSpec
 from ngplus.capture.samples import Batch
 from ngplus.fisher.factors import Factors
+
+if TYPE_CHECKING:
+    from ngplus.capture.layers.watcher import Watcher
 
 Inputs = tuple[Tensor | None, ...]  # the tensors of a forward call that a rule needs; None for an absent one
 Active = tuple[bool, ...]  # for each name of a MatrixSpec: does the parameter require gradients?
@@ -54,6 +57,8 @@ class NotPerSample(Exception):
 
 class LayerRule:
     """Base class of all rules. A rule for a layer with one matrix implements ``matrices`` and ``factors``.
+
+    ``module`` is a module of a type that the rule is registered for, or of a subclass.
 
     Examples:
         A rule for a layer y = 2 x M:
@@ -81,67 +86,29 @@ class LayerRule:
     #: ``factors`` needs the inputs even if only the second parameter, the bias, is trained.
     bias_needs_input = True
 
-    def matrices(self, module: nn.Module) -> list[MatrixSpec]:
+    def matrices(self, module: Any) -> list[MatrixSpec]:
         """Returns the matrices that the module's parameters form. Absent parameters, such as a bias, may be named."""
         raise NotImplementedError
 
-    def inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
+    def inputs(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
         """Selects from the arguments of the forward call the tensors that ``factors`` needs."""
         return (args[0] if args else next(iter(kwargs.values()), None),)
 
-    def adapt(self, module: nn.Module, inputs: Inputs, output: Any, batch: Batch) -> Any:
+    def adapt(self, module: Any, inputs: Inputs, output: Any, batch: Batch) -> Any:
         """Returns the output, or on a refresh step a replacement with equal values that has a batch dimension."""
         return output
 
-    def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
+    def factors(self, module: Any, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         """Returns the factors of G_i, from the saved inputs and the gradient of the output.
 
         ``active`` says for each name of the matrix's spec whether that parameter is trained.
         """
         raise NotImplementedError
 
-    def watch(self, module: nn.Module, watcher: Watcher) -> list[Any]:
+    def watch(self, module: Any, watcher: Watcher) -> list[Any]:
         """Registers the hooks that record inputs and output gradients, and returns their handles."""
         # Prepended, since hooks of the user may change the output.
         return [module.register_forward_hook(watcher.forward_hook(0), with_kwargs=True, prepend=True)]
-
-
-class Watcher:
-    """Given to ``LayerRule.watch``. Says whether to record a call, and records it. ``matrix`` is an index into the
-    list that ``LayerRule.matrices`` returns.
-
-    Examples:
-        A rule for a module whose output is a tuple, its first element the result:
-
-        >>> class FirstOutput(ngplus.layers.LinearRule):
-        ...     def watch(self, module, watcher):
-        ...         def build(inputs, grad, active, batch):
-        ...             return self.factors(module, inputs, grad, active, batch)
-        ...         def after_forward(module, args, output):
-        ...             if watcher.recording(0):
-        ...                 watcher.record(0, output[0], (args[0],), build)
-        ...         return [module.register_forward_hook(watcher.hook(after_forward))]
-    """
-
-    def forward_hook(self, matrix: int) -> Callable[..., Any]:
-        """Returns the default forward hook, which calls ``inputs``, ``adapt`` and ``factors`` of the rule."""
-        raise NotImplementedError
-
-    def hook(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a hook so that it does nothing in a copy of the module."""
-        raise NotImplementedError
-
-    def recording(self, matrix: int) -> bool:
-        """Returns True if the current forward call is part of a refresh."""
-        raise NotImplementedError
-
-    def refuse(self, matrix: int, reason: str) -> None:
-        """Makes the matrix use mini-batch curvature."""
-        raise NotImplementedError
-
-    def record(self, matrix: int, output: Tensor, inputs: Inputs, build: Build) -> None:
-        """Calls ``build(inputs, gradient, active, batch)`` when the gradient of ``output`` arrives."""
-        raise NotImplementedError
 
 
 _RULES: dict[type[nn.Module] | str, LayerRule] = {}

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from ngplus.capture.layers.base import Active, Inputs, LayerRule, register_layer
 from ngplus.capture.layers.layout import MatrixSpec
@@ -147,12 +146,11 @@ class _ConvolutionRule(LayerRule):
 
     bias_needs_input = False
 
-    def patches(self, module: _ConvNd, x: Tensor, out: Sequence[int], samples: int) -> Patches:
+    def _patches(self, module: Any, x: Tensor, out: Sequence[int], samples: int) -> Patches:
         """The patches of x, [samples * images, channels, *size], for outputs of spatial size ``out``."""
         raise NotImplementedError
 
-    def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
-        assert isinstance(module, _ConvNd)
+    def factors(self, module: Any, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         (x,) = inputs
         dims = len(module.kernel_size) + 2
         grad = batch.by_sample(grad if grad.dim() == dims else grad[None])  # [samples, images, channels, *out]
@@ -162,7 +160,7 @@ class _ConvolutionRule(LayerRule):
         if x is None or not active[0]:
             return Outer(left, left[..., :0], ones=bias)
         x = batch.by_sample(x if x.dim() == dims else x[None]).flatten(0, 1)
-        return Outer(left, self.patches(module, x, grad.shape[3:], len(grad)), ones=bias)
+        return Outer(left, self._patches(module, x, grad.shape[3:], len(grad)), ones=bias)
 
 
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -175,11 +173,10 @@ class ConvRule(_ConvolutionRule):
         (2, (3, 19))
     """
 
-    def matrices(self, module: nn.Module) -> list[MatrixSpec]:
-        assert isinstance(module, _ConvNd)
+    def matrices(self, module: Any) -> list[MatrixSpec]:
         return [MatrixSpec(("weight", "bias"), ("rows", "column"), module.groups)]
 
-    def patches(self, module: _ConvNd, x: Tensor, out: Sequence[int], samples: int) -> Patches:
+    def _patches(self, module: Any, x: Tensor, out: Sequence[int], samples: int) -> Patches:
         padding = module._reversed_padding_repeated_twice
         if any(padding):
             x = F.pad(x, padding, mode="constant" if module.padding_mode == "zeros" else module.padding_mode)
@@ -195,11 +192,10 @@ class ConvTransposeRule(_ConvolutionRule):
         (6, 37)
     """
 
-    def matrices(self, module: nn.Module) -> list[MatrixSpec]:
-        assert isinstance(module, _ConvNd)
+    def matrices(self, module: Any) -> list[MatrixSpec]:
         return [MatrixSpec(("weight", "bias"), ("transposed", "column"), module.groups)]
 
-    def patches(self, module: _ConvNd, x: Tensor, out: Sequence[int], samples: int) -> Patches:
+    def _patches(self, module: Any, x: Tensor, out: Sequence[int], samples: int) -> Patches:
         kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
         sizes = [(size - 1) * s + 1 for size, s in zip(x.shape[2:], stride, strict=True)]
         spread = x.new_zeros(*x.shape[:2], *sizes)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ngplus.capture.layers.base import Active, Inputs, LayerRule, register_layer
 from ngplus.capture.layers.layout import MatrixSpec
@@ -41,18 +40,18 @@ class NormRule(LayerRule):
 
     bias_needs_input = False
 
-    def matrices(self, module: nn.Module) -> list[MatrixSpec]:
+    def matrices(self, module: Any) -> list[MatrixSpec]:
         return [MatrixSpec(("weight", "bias"), ("column", "column"))]
 
-    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
         """The input as the layer normalizes it, before scale and shift."""
         raise NotImplementedError
 
-    def by_feature(self, module: nn.Module, x: Tensor, batch: Batch) -> Tensor:
+    def by_feature(self, module: Any, x: Tensor, batch: Batch) -> Tensor:
         """Reshapes x to [samples, positions, features]; each index along the batch dimension is one sample."""
         raise NotImplementedError
 
-    def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
+    def factors(self, module: Any, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         (x,) = inputs
         columns = []
         if active[0] and x is not None:
@@ -61,7 +60,7 @@ class NormRule(LayerRule):
             columns.append(self._sums(module, grad, batch))
         return Rows(torch.stack(columns, dim=-1)[None])
 
-    def _sums(self, module: nn.Module, x: Tensor, batch: Batch) -> Tensor:
+    def _sums(self, module: Any, x: Tensor, batch: Batch) -> Tensor:
         """Sums x over the positions of each sample: [samples, features]."""
         return batch.sums(self.by_feature(module, x, Batch(batch.dim)).sum(1))
 
@@ -75,12 +74,10 @@ class LayerNormRule(NormRule):
         (8, 2)
     """
 
-    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
-        assert isinstance(module, nn.LayerNorm)
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
         return F.layer_norm(x, module.normalized_shape, eps=module.eps)
 
-    def by_feature(self, module: nn.Module, x: Tensor, batch: Batch) -> Tensor:
-        assert isinstance(module, nn.LayerNorm | nn.RMSNorm)
+    def by_feature(self, module: Any, x: Tensor, batch: Batch) -> Tensor:
         return batch.fold(x.flatten(x.dim() - len(module.normalized_shape)))
 
 
@@ -93,21 +90,20 @@ class RMSNormRule(LayerNormRule):
         (8, 1)
     """
 
-    def matrices(self, module: nn.Module) -> list[MatrixSpec]:
+    def matrices(self, module: Any) -> list[MatrixSpec]:
         return [MatrixSpec(("weight",), ("column",))]
 
-    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
-        assert isinstance(module, nn.RMSNorm)
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
         return F.rms_norm(x, list(module.normalized_shape), eps=module.eps)
 
 
 class _ChannelNormRule(NormRule):
     """Norm layers on [samples, channels, ...], whose features are the channels."""
 
-    def by_feature(self, module: nn.Module, x: Tensor, batch: Batch) -> Tensor:
+    def by_feature(self, module: Any, x: Tensor, batch: Batch) -> Tensor:
         return batch.fold(x.movedim(1, -1))
 
-    def _sums(self, module: nn.Module, x: Tensor, batch: Batch) -> Tensor:
+    def _sums(self, module: Any, x: Tensor, batch: Batch) -> Tensor:
         return super()._sums(module, x, replace(batch, dim=None if batch.dim is None else 0))
 
 
@@ -120,8 +116,7 @@ class GroupNormRule(_ChannelNormRule):
         (6, 2)
     """
 
-    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
-        assert isinstance(module, nn.GroupNorm)
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
         return F.group_norm(x, module.num_groups, eps=module.eps)
 
 
@@ -137,8 +132,7 @@ class BatchNormRule(_ChannelNormRule):
         (6, 2)
     """
 
-    def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
-        assert isinstance(module, _BatchNorm)
+    def factors(self, module: Any, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         (x,) = inputs
         grad = _channels_and_positions(grad)
         shift = grad.sum(-1)
@@ -173,14 +167,12 @@ class InstanceNormRule(_ChannelNormRule):
         (6, 2)
     """
 
-    def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
-        assert isinstance(module, _InstanceNorm)
+    def factors(self, module: Any, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         if grad.dim() == module._get_no_batch_dim():
             grad, inputs = grad[None], tuple(None if x is None else x[None] for x in inputs)
         return super().factors(module, inputs, grad, active, batch)
 
-    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
-        assert isinstance(module, _InstanceNorm)
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
         if module.training or module.running_mean is None:
             return F.instance_norm(x, eps=module.eps)
         return F.instance_norm(x, module.running_mean, module.running_var, use_input_stats=False, eps=module.eps)

@@ -1,4 +1,4 @@
-"""The forward hooks on the model's modules, which pass inputs and outputs to the recorder."""
+"""The forward hooks on the modules, which pass inputs and outputs to the recorder."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ngplus.capture.layers import Watcher
 from ngplus.capture.layers.base import Build, Inputs
 from ngplus.capture.layers.embedding import ForAllSamples
-from ngplus.capture.matrices import Use
 
 if TYPE_CHECKING:
+    from ngplus.capture.matrices import Use
     from ngplus.capture.recorder import Recorder
 
 
@@ -42,29 +41,49 @@ class Hook:
         return Hook, ()
 
 
-class ModuleWatcher(Watcher):
-    """The watcher of one module. ``uses`` are by index into the list of ``LayerRule.matrices``."""
+class Watcher:
+    """Given to ``LayerRule.watch``: says whether to record a call of the module, and records it.
+
+    ``matrix`` is an index into the list that ``LayerRule.matrices`` returns.
+
+    Examples:
+        A rule for a module whose output is a tuple, its first element the result:
+
+        >>> class FirstOutput(ngplus.layers.LinearRule):
+        ...     def watch(self, module, watcher):
+        ...         def build(inputs, grad, active, batch):
+        ...             return self.factors(module, inputs, grad, active, batch)
+        ...         def after_forward(module, args, output):
+        ...             if watcher.recording(0):
+        ...                 watcher.record(0, output[0], (args[0],), build)
+        ...         return [module.register_forward_hook(watcher.hook(after_forward))]
+    """
 
     def __init__(self, recorder: weakref.ref[Recorder], uses: dict[int, Use]) -> None:
         self._recorder, self._uses = recorder, uses
 
     def hook(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a hook so that it does nothing in a copy of the module."""
         return Hook(self._recorder, function)
 
     def recording(self, matrix: int) -> bool:
+        """Returns True if the current forward call is part of a refresh."""
         recorder, use = self._recorder(), self._uses.get(matrix)
         return recorder is not None and use is not None and recorder.recording(use.matrix)
 
     def refuse(self, matrix: int, reason: str) -> None:
+        """Makes the matrix use mini-batch curvature."""
         if matrix in self._uses:
             self._uses[matrix].matrix.fall_back_at_step(reason)
 
     def record(self, matrix: int, output: Tensor, inputs: Inputs, build: Build) -> None:
+        """Calls ``build(inputs, gradient, active, batch)`` when the gradient of ``output`` arrives."""
         recorder, use = self._recorder(), self._uses.get(matrix)
         if recorder is not None and use is not None and use.matrix.armed and use.matrix.source != "batch":
             recorder.record(use, output, inputs, build)
 
     def forward_hook(self, matrix: int) -> Callable[..., Any]:
+        """Returns the default forward hook, which calls ``inputs``, ``adapt`` and ``factors`` of the rule."""
         use = self._uses[matrix]
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
@@ -97,14 +116,3 @@ class ModuleWatcher(Watcher):
 def is_strided(*tensors: Tensor | None) -> bool:
     """Returns True if no tensor is sparse or nested."""
     return all(x is None or (x.layout is torch.strided and not x.is_nested) for x in tensors)
-
-
-def weak_method(method: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a bound method without keeping its object alive. Calls do nothing once the object is gone."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        if (alive := reference()) is not None:
-            alive(*args)
-
-    return call
