@@ -64,7 +64,7 @@ def reasons() -> Iterator[str]:
             given: list[ast.expr] = []
             if isinstance(node, ast.Call):
                 called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-                given = node.args if called in ("fall_back", "give_up", "refuse", "NotPerSample") else []
+                given = node.args if called in ("fall_back", "fall_back_at_step", "refuse", "NotPerSample") else []
             elif isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", "") == "reason":
                 given = [node.value]
             for text in (part for expression in given for part in ast.walk(expression)):

@@ -7,20 +7,22 @@ import itertools
 import pytest
 import torch
 
-from ngplus.capture.layers.conv import FEW_CHANNELS, Patches
+from ngplus.capture.layers.conv import Patches
+
+CHANNELS = 8
 
 CASES = {
-    "plain": ((FEW_CHANNELS, 7, 6), (3, 3), (1, 1), (1, 1), 1),
-    "one dimension": ((FEW_CHANNELS, 11), (4,), (1,), (1,), 1),
-    "three dimensions": ((FEW_CHANNELS, 4, 5, 3), (2, 3, 1), (1, 1, 1), (1, 2, 1), 1),
-    "dilated": ((FEW_CHANNELS, 9, 8), (3, 2), (1, 1), (2, 3), 1),
-    "strided": ((FEW_CHANNELS, 9, 8), (3, 3), (2, 1), (1, 1), 1),
-    "stride beyond the kernel": ((FEW_CHANNELS, 9, 8), (1, 2), (3, 2), (1, 1), 1),
-    "groups": ((2 * FEW_CHANNELS, 6, 6), (3, 3), (1, 1), (1, 1), 2),
+    "plain": ((CHANNELS, 7, 6), (3, 3), (1, 1), (1, 1), 1),
+    "one dimension": ((CHANNELS, 11), (4,), (1,), (1,), 1),
+    "three dimensions": ((CHANNELS, 4, 5, 3), (2, 3, 1), (1, 1, 1), (1, 2, 1), 1),
+    "dilated": ((CHANNELS, 9, 8), (3, 2), (1, 1), (2, 3), 1),
+    "strided": ((CHANNELS, 9, 8), (3, 3), (2, 1), (1, 1), 1),
+    "stride beyond the kernel": ((CHANNELS, 9, 8), (1, 2), (3, 2), (1, 1), 1),
+    "groups": ((2 * CHANNELS, 6, 6), (3, 3), (1, 1), (1, 1), 2),
     "few channels": ((2, 6, 7), (3, 3), (1, 1), (1, 1), 1),
     "few channels, strided and dilated, in groups": ((4, 11, 9), (3, 2), (2, 3), (2, 1), 2),
     "few channels, three dimensions": ((1, 4, 5, 3), (2, 3, 2), (1, 2, 1), (1, 1, 2), 1),
-    "one by one": ((FEW_CHANNELS, 5, 5), (1, 1), (1, 1), (1, 1), 1),
+    "one by one": ((CHANNELS, 5, 5), (1, 1), (1, 1), (1, 1), 1),
 }
 
 
@@ -93,7 +95,7 @@ def test_outer_products_by_a_convolution_for_each_sample(
     case: str, rows: int, flip: bool, side: str, ones: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape, kernel, stride, dilation, groups = CASES[case]
-    monkeypatch.setattr("ngplus.capture.layers.conv.ONE_BY_ONE", {"many channels": 0, "few channels": 0})
+    monkeypatch.setattr("ngplus.capture.layers.conv.MIN_WORK_PER_SAMPLE", 0)
     torch.manual_seed(0)
     made = Patches(torch.randn(3 * rows, *shape).to(dtype), kernel, stride, dilation, groups, 3, flip)
     taken = _calls_of(monkeypatch, made)
@@ -106,10 +108,10 @@ def test_outer_products_by_a_convolution_for_each_sample(
 
 
 def _calls_of(monkeypatch: pytest.MonkeyPatch, made: Patches) -> list[str]:
-    """Fills as ``_one_by_one`` is called."""
+    """Fills as ``_outer_by_torch`` is called."""
     calls: list[str] = []
-    method = made._one_by_one
-    monkeypatch.setattr(made, "_one_by_one", lambda *args: (calls.append("called"), method(*args))[1])
+    method = made._outer_by_torch
+    monkeypatch.setattr(made, "_outer_by_torch", lambda *args: (calls.append("called"), method(*args))[1])
     return calls
 
 

@@ -12,7 +12,7 @@ from graph_cases import SAMPLES, GraphNet, graphs, together, train
 from torch import nn
 
 import ngplus
-from ngplus.capture.samples import ragged_rows
+from ngplus.capture.sample_index import parse_sample_index
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -156,7 +156,7 @@ def test_none_is_as_if_it_were_not_given() -> None:
 )
 def test_what_is_no_index_is_refused(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"Invalid sample_index: .*{message}"):
-        ragged_rows(given)
+        parse_sample_index(given)
 
 
 def test_what_is_no_function_is_refused() -> None:

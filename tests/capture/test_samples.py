@@ -15,7 +15,7 @@ import ngplus
 from helpers import reference as ref
 from ngplus.capture.layers import linear
 from ngplus.capture.layers.attention import _batch
-from ngplus.capture.samples import Ragged, ragged_rows
+from ngplus.capture.sample_index import Ragged, parse_sample_index
 from ngplus.fisher.factors import Segments
 from ngplus.layers import Batch, LinearRule
 
@@ -77,7 +77,7 @@ def check(
 @pytest.mark.parametrize("shuffled", [False, True], ids=["in order", "shuffled"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_graphs_are_the_samples(side: str, shuffled: bool, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "MANY", many)
+    monkeypatch.setattr(linear, "MIN_UNPADDED_ENTRIES", many)
     torch.manual_seed(1)
     model, inputs = GraphNet(), graphs(shuffled)
     check(model, inputs, torch.randn(SAMPLES), ref.rows, side=side)
@@ -101,7 +101,7 @@ LINEAR = [
 
 @pytest.mark.parametrize(("name", "many"), [*((name, 2**13) for name in LAYERS), *((name, 0) for name in LINEAR)])
 def test_every_layer_takes_rows_of_samples(name: str, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "MANY", many)
+    monkeypatch.setattr(linear, "MIN_UNPADDED_ENTRIES", many)
     make, shape, lay = LAYERS[name]
     model = Rows(make())
     graph = torch.tensor([2, 0, 0, 1, 3, 2, 2, 3, 2, 2, 0])
@@ -148,7 +148,7 @@ class Packed(nn.Module):
     "model", [Packed, lambda: Packed(False), lambda: Packed(flat=True)], ids=["", "second", "flat"]
 )
 def test_packed_sequences(model: Callable[[], Packed], many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "MANY", many)
+    monkeypatch.setattr(linear, "MIN_UNPADDED_ENTRIES", many)
     sequence = torch.repeat_interleave(torch.arange(SAMPLES), torch.tensor(SIZES))
     inputs = torch.randn(1, len(sequence), 3), sequence
     check(model(), inputs, torch.randn(SAMPLES), ref.rows, batch_dim=1)
@@ -181,7 +181,7 @@ def test_tables_of_packed_sequences(side: str) -> None:
 def test_attention_over_as_many_positions_as_there_are_rows() -> None:
     """Its batch dimension is not told of: each of its rows is a sample, however long its sequences are."""
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
-    batch = Batch(0, 2, ragged_rows(torch.tensor([0, 0, 1, 1, 1])))
+    batch = Batch(0, 2, parse_sample_index(torch.tensor([0, 0, 1, 1, 1])))
     assert _batch(attention, torch.zeros(3, 5, 4), batch).count(3) == 3
     assert _batch(attention, torch.zeros(3, 5, 4), batch).dim == 0
     assert _batch(attention, torch.zeros(1, 5, 4), batch).dim == 1
@@ -220,7 +220,7 @@ def test_one_row_for_each_sample_comes_first() -> None:
 
 def test_rows_that_it_does_not_tell_of_are_samples() -> None:
     """Not folded into samples, though their number can be divided by that of the samples."""
-    batch = Batch(0, 4, ragged_rows(torch.tensor([0, 0, 1, 2, 3, 3, 3])))
+    batch = Batch(0, 4, parse_sample_index(torch.tensor([0, 0, 1, 2, 3, 3, 3])))
     assert batch.count(7) == 4
     assert batch.count(4) == 4
     assert batch.count(8) == 8
@@ -276,9 +276,9 @@ def test_a_layer_without_a_batch_has_no_rows(index: list[int]) -> None:
 def test_two_that_have_as_many_rows() -> None:
     """The same twice is one; of two that differ, it cannot be told which a layer has: neither is taken."""
     one, other = torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1])
-    assert ragged_rows([one, one.clone()])[3].sizes == [2, 1]
-    assert sorted(ragged_rows([one, other])) == [2]  # one row for each sample
-    rest = ragged_rows([one, other, torch.tensor([0, 1, 2, 2])])
+    assert parse_sample_index([one, one.clone()])[3].sizes == [2, 1]
+    assert sorted(parse_sample_index([one, other])) == [2]  # one row for each sample
+    rest = parse_sample_index([one, other, torch.tensor([0, 1, 2, 2])])
     assert sorted(rest) == [3, 4]
     assert rest[3].index.tolist() == [0, 1, 2]
     assert rest[4].sizes == [1, 1, 2]
@@ -287,10 +287,10 @@ def test_two_that_have_as_many_rows() -> None:
 def test_no_rows_are_rows_of_no_sample() -> None:
     """A batch of graphs without any edge."""
     none = torch.zeros(0, dtype=torch.long)
-    rows = ragged_rows([torch.tensor([0, 1]), none])
+    rows = parse_sample_index([torch.tensor([0, 1]), none])
     assert sorted(rows) == [0, 2]
     assert rows[0].sizes == [0, 0]
-    assert ragged_rows([none]) == {}
+    assert parse_sample_index([none]) == {}
 
 
 @pytest.mark.parametrize("index", [[0, 0, 1, 1], [0, 1, 0, 1], [1, 1, 0, 0], [0, 0, 0, 2], [2, 0, 2, 2]])
@@ -316,7 +316,7 @@ def test_samples_of_one_size_are_not_copied() -> None:
 def test_large_samples_are_not_filled_up() -> None:
     """One large graph among many small ones: no tensor has rows of zeros."""
     index = torch.cat([torch.zeros(4000, dtype=torch.long), torch.arange(1, 400)])
-    batch = Batch(0, 400, ragged_rows(index))
+    batch = Batch(0, 400, parse_sample_index(index))
     layer = nn.Linear(8, 8)
     factors = LinearRule().factors(layer, (torch.randn(4399, 8),), torch.randn(4399, 8), (True, True), batch)
     assert isinstance(factors, Segments)

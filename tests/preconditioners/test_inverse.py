@@ -13,8 +13,6 @@ from torch import Tensor, nn
 import ngplus
 from helpers import reference as ref
 from helpers.linear import LAMBDA, PAPER, SHAPES, batches, compare, loss_fn, matrix_of, per_sample, train
-from ngplus.fisher import inverses
-from ngplus.preconditioners.inverse import InversePreconditioner
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -161,59 +159,6 @@ def test_damping_that_has_gone_to_zero_since_the_samples_were_seen() -> None:
     optimizer.step()
     assert "inverse" in optimizer.state[model.weight]
     assert all(bool(p.isfinite().all()) for p in model.parameters())
-
-
-STRAIGHT: list[Callable[[], nn.Module]] = [
-    lambda: nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7), nn.Linear(7, 3)),  # left and right, each with a bias
-    lambda: nn.Sequential(nn.Linear(5, 3, bias=False), nn.Linear(3, 6, bias=False), nn.Linear(6, 3, bias=False)),
-    lambda: nn.Sequential(
-        nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 2), nn.Conv1d(4, 6, 3, groups=2), nn.Flatten(), nn.Linear(12, 3)
-    ),
-]
-
-
-STRAIGHT_OPTIONS = [
-    {"solver": "dense"},
-    {"solver": "woodbury"},
-    {"solver": "dense", "weight_decay": 0.1},
-    {"solver": "dense", "maximize": True},
-]
-
-
-@pytest.mark.parametrize("options", STRAIGHT_OPTIONS, ids=str)
-@pytest.mark.parametrize("make", STRAIGHT, ids=("biases", "weights", "convolutions"))
-def test_momentum_inside_the_product_is_momentum_after_it(
-    make: Callable[[], nn.Module], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The short way, buffer <- momentum * buffer + A B, against the long one, by the direction itself."""
-
-    def trained(short: bool) -> tuple[nn.Module, int]:
-        torch.manual_seed(3)
-        model, used = make(), []
-        with monkeypatch.context() as patch:
-            add_to = inverses.Product.add_to
-            patch.setattr(inverses.Product, "add_to", lambda *args: (used.append(1), add_to(*args)))
-            if not short:
-                patch.setattr(InversePreconditioner, "_products", lambda self, update: None)
-            optimizer = ngplus.NGPlus(model, lr=0.05, update_every=2, **{**PAPER, "momentum": 0.9, **options})
-            for x, y in batches(5):
-                train(model, optimizer, x, y)
-        return model, len(used)
-
-    (fast, used), (plain, none) = trained(short=True), trained(short=False)
-    assert used >= 4 * 3
-    assert none == 0
-    for a, b in zip(fast.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-
-
-def test_momentum_inside_the_product_in_memory_of_another_order() -> None:
-    a, b = torch.randn(1, 4, 3), torch.randn(1, 3, 6)
-    buffer = torch.randn(4, 6)
-    transposed = buffer.mT.contiguous().mT
-    inverses.Product([(a, b)]).add_to(buffer, 0.9)
-    inverses.Product([(a, b)]).add_to(transposed, 0.9)
-    torch.testing.assert_close(buffer, transposed)
 
 
 @pytest.mark.parametrize("solver", ["dense", "woodbury"])

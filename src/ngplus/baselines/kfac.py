@@ -12,9 +12,9 @@ from torch.optim.optimizer import ParamsT
 
 from ngplus.baselines.common import Batches, Rival
 from ngplus.capture.accumulator import Accumulator
-from ngplus.capture.calls import BatchDims
 from ngplus.capture.loss_scale import captured_scale
 from ngplus.capture.matrices import ParameterMatrix
+from ngplus.capture.samples import BatchDims
 from ngplus.diagnostics.plan import PlanRow, state_bytes
 from ngplus.fisher import inverses, products
 from ngplus.fisher.factors import Factors, Joined, Outer

@@ -12,10 +12,10 @@ from torch.optim.optimizer import ParamsT
 
 from ngplus.baselines.common import Batches, Rival
 from ngplus.capture.accumulator import Accumulator, subsample
-from ngplus.capture.calls import BatchDims
 from ngplus.capture.collector import seed_of
 from ngplus.capture.loss_scale import captured_scale
 from ngplus.capture.matrices import ParameterMatrix
+from ngplus.capture.samples import BatchDims
 from ngplus.diagnostics.plan import PlanRow, state_bytes
 from ngplus.fisher import inverses
 from ngplus.fisher.factors import Bags, Factors, Joined, Lookup, Outer, Rows, as_lookup

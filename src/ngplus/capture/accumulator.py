@@ -1,4 +1,4 @@
-"""The sums of one matrix between two steps: products of the per-sample gradients of all micro-batches."""
+"""Accumulates L or R of one matrix over the micro-batches between two steps."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ngplus.utils.typing import Group
 
 @dataclass
 class Accumulator:
-    """What a refresh has gathered so far: sums over samples, not yet divided by anything."""
+    """Sums over samples, not yet divided by their number."""
 
-    total: list[Tensor] | None = None
-    roots: list[list[Tensor]] = field(default_factory=list)
-    samples: int = 0  # samples in the batch, all micro-batches together
-    used: int = 0  # those of them in S_k
+    total: list[Tensor] | None = None  # sum_i G_i G_i^T or sum_i G_i^T G_i, as stacks of blocks
+    roots: list[list[Tensor]] = field(default_factory=list)  # U of each micro-batch, where the sum is U U^T
+    samples: int = 0  # samples of all micro-batches
+    used: int = 0  # the number of them in S_k
     ranks: int = 1  # processes whose samples are in the sums
-    gradient: Tensor | None = None  # sum_i G_i, kept on the first refresh only, to check that nothing was missed
-    coarse: bool = False  # some of the factors were of 16 bits
+    gradient: Tensor | None = None  # sum_i G_i on the first refresh, to check that nothing was missed
+    coarse: bool = False  # some factors had 16-bit entries
 
     def take_in(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int, check: bool = False) -> None:
-        """Counts a batch's factors in; with ``check``, their own sum, too."""
+        """Adds the factors of a micro-batch; with ``check`` also to ``gradient``."""
         matrix.seen = (factors.samples, factors.positions)
         self.samples += factors.samples
         if check:
@@ -37,7 +37,7 @@ class Accumulator:
         self.add(matrix, factors, group, seed)
 
     def add(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int) -> None:
-        """Adds a batch's factors: to the sum of products, or to the columns of U where the rank is low."""
+        """Adds the products of the factors to ``total``, or their root to ``roots`` if the rank is low."""
         side, partition = matrix.side(group["side"]), matrix.partition_of(group)
         index = subsample(factors.samples, group["samples"], seed)
         self.used += factors.samples if index is None else len(index)
@@ -48,7 +48,7 @@ class Accumulator:
         spec = SketchSpec.parse(group["sketch"])
 
         def sketch(size: int) -> Sketch | None:
-            """Omega for the other dimension; one that would not make it shorter is the exact product."""
+            """Returns Omega for the other dimension; None, the exact product, if Omega is not smaller."""
             return None if spec is None or spec.size >= size else Sketch(spec, size, seed)
 
         other = factors.curved_and_other(side)[1]
@@ -62,22 +62,22 @@ class Accumulator:
             torch._foreach_add_(self.total, added)
 
     def products(self) -> list[Tensor] | None:
-        """All that was gathered as one sum; None where nothing was."""
+        """Returns ``total`` and the products of ``roots`` as one sum; None if there is nothing."""
         total = self.total
-        for roots in self.roots:  # low rank, or micro-batches of unlike sizes of which some were
+        for roots in self.roots:
             products = [root @ root.mT for root in roots]
             total = products if total is None else [a + b for a, b in zip(total, products, strict=True)]
         return total
 
     def length(self) -> Tensor:
-        """A bound on |sum_i G_i|, which may be the small difference of large parts: sqrt(N sum_i |G_i|^2)."""
+        """Returns sqrt(N sum_i |G_i|^2), a bound on |sum_i G_i| that does not vanish if the G_i cancel."""
         traces = [m.diagonal(dim1=-2, dim2=-1).sum() for m in self.total or []]
         traces += [root.square().sum() for roots in self.roots for root in roots]
         return (self.samples * torch.stack(traces).sum()).sqrt()
 
 
 def subsample(count: int, samples: int | float | None, seed: int) -> Tensor | None:
-    """S_k: a random subset of the batch, given by its size or its fraction; None for the whole batch."""
+    """Returns S_k, a random subset of the batch of that size or fraction; None for the whole batch."""
     size = subsample_size(count, samples)
     if size == count:
         return None
@@ -85,14 +85,14 @@ def subsample(count: int, samples: int | float | None, seed: int) -> Tensor | No
 
 
 def subsample_size(count: int, samples: int | float | None) -> int:
-    """|S_k| of a batch of so many: one at least, all at most."""
+    """Returns |S_k| of a batch of ``count`` samples."""
     if samples is None:
         return count
     return min(count, max(1, round(samples * count)) if isinstance(samples, float) else samples)
 
 
 def keeps_root(group: Group, rank: int, size: int) -> bool:
-    """Is L of blocks of ``size`` rows kept as U, with L = U U^T of that rank? Woodbury's identity divides by lambda."""
+    """Is U with L = U U^T, of this rank, stored in place of L with blocks of this size? Woodbury divides by lambda."""
     if group["solver"] in ("woodbury", "sketched"):
         return True
     return bool(

@@ -1,38 +1,40 @@
-"""What the model's passes bring for the next refresh: capture on one side, sums of products on the other.
-
-The optimizer arms the matrices that are due and takes what was gathered at the step; this class does what lies between.
-"""
+"""Accumulates what the recorder captures between two steps, and checks that no part of a gradient was missed."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ngplus.capture.accumulator import Accumulator
-from ngplus.capture.calls import BatchDims, SampleIndex
 from ngplus.capture.matrices import ParameterMatrix, Use
 from ngplus.capture.recorder import Recorder
+from ngplus.capture.sample_index import SampleIndex
+from ngplus.capture.samples import BatchDims
 from ngplus.fisher.factors import Bags, Factors, Lookup
 from ngplus.utils.dtensor import holds_gradients, is_dtensor, local, many_ranks
 from ngplus.utils.typing import Group
 from ngplus.utils.warnings import warn
+from ngplus.utils.weak import weak_method
 
-CHECKED_ROWS = 1_000_000  # embeddings above this size are not checked for uses that capture has missed
+MAX_CHECKED_ROWS = 1_000_000  # larger embedding tables are not checked for uses that were not captured
 
 
 def seed_of(group: Group) -> int:
-    """The seed of a step's sub-sample and sketches: by the group's seed and the step alone, on every rank alike. As
-    large as a generator takes."""
+    """Returns the seed of a step's sub-sample and sketches, the same on every rank."""
     return (int(group.get("seed", 0)) * 1_000_003 + int(group["step"])) % 2**63
 
 
 class Collector:
-    """The sums of products of all matrices since the last step. ``groups`` has the options of each parameter;
-    ``on_forward``, a method, is called before each training pass, with True where a matrix has changed."""
+    """The accumulators of all matrices since the last step.
+
+    Args:
+        matrices: the matrices of the optimizer.
+        groups: the options of each parameter.
+        accumulator_type: what accumulates the factors of a matrix.
+        on_forward: a bound method, called before each training call of the model, with True if a matrix has changed.
+    """
 
     def __init__(
         self,
@@ -42,12 +44,12 @@ class Collector:
         on_forward: Callable[[bool], None],
     ) -> None:
         self._matrices, self._groups, self._accumulator_type = matrices, groups, accumulator_type
-        self._on_forward = _weakly(on_forward)
-        self._gathered: dict[int, Accumulator] = {}
-        self._before: dict[int, list[_Mark]] = {}  # the gradients before the pass under way, where that is checked
-        self._after: dict[int, list[_Mark]] = {}  # and after the last one, of matrices for which it has brought samples
-        self._capture: Recorder | None = None
-        self.wrapper: nn.Module | None = None  # a DistributedDataParallel in which the model was seen to run
+        self._on_forward = weak_method(on_forward)
+        self._accumulators: dict[int, Accumulator] = {}  # by id of the matrix, as the two below
+        self._before: dict[int, list[_GradSnapshot]] = {}  # .grad before the current backward pass, to check coverage
+        self._after: dict[int, list[_GradSnapshot]] = {}  # .grad after the last one, to see whether it is zeroed
+        self._recorder: Recorder | None = None
+        self.wrapper: nn.Module | None = None  # a DistributedDataParallel that has called the model
 
     def watch(
         self,
@@ -57,182 +59,176 @@ class Collector:
         sample_index: SampleIndex | None,
         compiled: nn.Module | None,
     ) -> None:
-        """Installs the capture. It knows this object weakly, so that hooks go with the optimizer."""
-        before, after = _weakly(self._before_forward), _weakly(self._after_backward)
-        first = _weakly(self._before_gradients)
-        self._capture = Recorder(model, uses, _weakly(self._gather), batch_dim, before, after, first, sample_index)
+        """Installs the hooks. They reference this object weakly, and are removed with the optimizer."""
+        self._recorder = Recorder(
+            model,
+            uses,
+            sink=weak_method(self._accumulate),
+            batch_dim=batch_dim,
+            on_forward=weak_method(self._before_forward),
+            on_backward=weak_method(self._after_backward),
+            on_gradients=weak_method(self._before_gradients),
+            sample_index=sample_index,
+        )
         if compiled is not None:
-            self._capture.compiled_calls.add_wrapper(compiled)
+            self._recorder.compiled_calls.add_wrapper(compiled)
 
     def remove(self) -> None:
-        if self._capture is not None:
-            self._capture.remove()
+        """Removes the hooks."""
+        if self._recorder is not None:
+            self._recorder.remove()
 
     @property
     def forward_seen(self) -> bool:
         """Has the model been called, with gradients, since the last step?"""
-        return self._capture is not None and self._capture.forward_seen
+        return self._recorder is not None and self._recorder.forward_seen
 
     def finish(self) -> None:
-        """Before the step: all that has arrived is counted in."""
-        if self._capture is not None:
-            self._capture.flush()
-            if complaint := self._capture.complaint():
+        """Accumulates all that has arrived. Call this at the beginning of the step."""
+        if self._recorder is not None:
+            self._recorder.flush()
+            if complaint := self._recorder.complaint():
                 warn(complaint)
 
     def of(self, matrix: ParameterMatrix) -> Accumulator:
-        """The sums of a matrix, which begin with nothing."""
-        return self._gathered.setdefault(id(matrix), self._accumulator_type())
+        """Returns the accumulator of a matrix, a new one if it has none."""
+        return self._accumulators.setdefault(id(matrix), self._accumulator_type())
 
     def take(self, matrix: ParameterMatrix) -> Accumulator | None:
-        return self._gathered.pop(id(matrix), None)
+        """Removes and returns the accumulator of a matrix."""
+        return self._accumulators.pop(id(matrix), None)
 
     def note_armed(self) -> None:
-        """After matrices have been armed for the next step."""
-        if self._capture is not None:
-            self._capture.note_armed()
-            self._capture.look_for_compiled_calls()
+        """Call this after matrices have been armed for the next step."""
+        if self._recorder is not None:
+            self._recorder.note_armed()
+            self._recorder.find_compiled_modules()
 
     def drop(self) -> None:
-        """Forgets what was gathered, as when gradients are set to zero."""
-        self._gathered.clear()
+        """Drops what was accumulated, as when gradients are set to zero."""
+        self._accumulators.clear()
         self._before.clear()
         self._after.clear()
-        if self._capture is not None:
-            self._capture.discard()
-            self._capture.look_for_compiled_calls()
+        if self._recorder is not None:
+            self._recorder.discard()
+            self._recorder.find_compiled_modules()
 
     def forget(self) -> None:
-        """After the step: the next one begins."""
+        """Resets everything after a step."""
         self.drop()
-        if self._capture is not None:
-            self._capture.forward_seen = False
+        if self._recorder is not None:
+            self._recorder.forward_seen = False
 
-    def _gather(self, matrix: ParameterMatrix, factors: Factors) -> None:
+    def _accumulate(self, matrix: ParameterMatrix, factors: Factors) -> None:
         group = self._groups[matrix.params[0]]
-        small = not isinstance(factors, Lookup | Bags) or factors.rows <= CHECKED_ROWS
-        check = small and id(matrix) in self._before
-        gathered = self.of(matrix)
-        gathered.take_in(matrix, factors, group, seed_of(group), check)
+        small = not isinstance(factors, Lookup | Bags) or factors.rows <= MAX_CHECKED_ROWS
+        self.of(matrix).take_in(matrix, factors, group, seed_of(group), check=small and id(matrix) in self._before)
 
     def _before_forward(self, changed: list[ParameterMatrix]) -> None:
-        """Is the model one of several ranks'? And gradients thrown away (model.zero_grad()) take with them what was
-        gathered."""
         self._on_forward(bool(changed))
         for matrix in changed:
             self._before.pop(id(matrix), None)
-            if self._gathered.pop(id(matrix), None) is not None:  # frozen or cast between two micro-batches
-                matrix.armed = False  # samples of one of them alone would not be those of the gradient
+            if self.take(matrix) is not None:  # frozen or cast between two micro-batches
+                matrix.armed = False  # the samples of one micro-batch would not be those of the gradient
         if self.wrapper is None:
             self.wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
-        for matrix in self._matrices if self._gathered else ():
-            # FSDP2 keeps the gradients of accumulated micro-batches to itself.
+        for matrix in self._matrices if self._accumulators else ():
+            # FSDP2 has the gradients of accumulated micro-batches elsewhere.
             dropped = all(p.grad is None for p in matrix.params) and not any(map(holds_gradients, matrix.managed))
-            if id(matrix) in self._gathered and dropped:
-                del self._gathered[id(matrix)]
-        self._drop_thrown_away()
+            if dropped:
+                self.take(matrix)
+        self._drop_zeroed()
 
-    def _drop_thrown_away(self) -> None:
-        """Samples whose gradients have been set to zero or None since their pass. In the usual loop no gradient has
-        been touched, so that none is looked at and nothing is waited for."""
+    def _drop_zeroed(self) -> None:
+        """Drops the samples of gradients that were zeroed since their backward pass, as by ``model.zero_grad()``.
+
+        Entries are read, which waits for the device, only if a gradient was changed.
+        """
         for matrix in self._matrices if self._after else ():
-            found = zip(matrix.params, self._after.get(id(matrix), []), strict=False)
-            touched = any(mark.grad is not None and mark.changed(p.grad) for p, mark in found)
-            if touched and all(_is_zero(p.grad) for p in matrix.params):
+            snapshots = zip(matrix.params, self._after.get(id(matrix), []), strict=False)
+            changed = any(snapshot.grad is not None and snapshot.changed(p.grad) for p, snapshot in snapshots)
+            if changed and all(_is_zero(p.grad) for p in matrix.params):
                 del self._after[id(matrix)]
-                self._gathered.pop(id(matrix), None)
-                if self._capture is not None:
-                    self._capture.discard(matrix)
-
-    def _after_backward(self) -> None:
-        """The check, and a mark on the gradients that the pass has left."""
-        self._check_coverage()
-        kept = set() if self._capture is None else self._capture.kept()
-        for matrix in self._matrices if self._gathered or kept else ():
-            if (id(matrix) in self._gathered or id(matrix) in kept) and not matrix.managed:
-                self._after[id(matrix)] = [_Mark(p.grad, entries=False) for p in matrix.params]
+                self.take(matrix)
+                if self._recorder is not None:
+                    self._recorder.discard(matrix)
 
     def _before_gradients(self) -> None:
-        """What is in .grad before a backward pass, which may be no work of a captured one. It is a time to see what was
-        thrown away, too: there is no other where parts of the model are called by themselves."""
-        self._drop_thrown_away()
+        self._drop_zeroed()  # parts of the model may be called directly, without _before_forward
         for matrix in () if many_ranks() else self._matrices:
-            table = matrix.lookup == "only" and matrix.layout.rows > CHECKED_ROWS
-            if not matrix.armed or (matrix.checked and not matrix.own_forward) or table:
+            large_table = matrix.lookup == "only" and matrix.layout.rows > MAX_CHECKED_ROWS
+            if not matrix.armed or (matrix.checked and not matrix.own_forward) or large_table:
                 continue
             if matrix.managed and id(matrix) in self._before:
                 continue
-            self._before[id(matrix)] = [_Mark(p.grad) for p in matrix.active_params]
-            if id(matrix) in self._gathered:
-                self._gathered[id(matrix)].gradient = None  # of a pass that has failed
+            self._before[id(matrix)] = [_GradSnapshot(p.grad) for p in matrix.active_params]
+            if id(matrix) in self._accumulators:
+                self._accumulators[id(matrix)].gradient = None  # left by a pass that failed
+
+    def _after_backward(self) -> None:
+        self._check_coverage()
+        retained = set() if self._recorder is None else self._recorder.retained()
+        for matrix in self._matrices if self._accumulators or retained else ():
+            if (id(matrix) in self._accumulators or id(matrix) in retained) and not matrix.managed:
+                self._after[id(matrix)] = [_GradSnapshot(p.grad, copy=False) for p in matrix.params]
 
     def _check_coverage(self) -> None:
-        """After the backward pass of the first refresh: do the captured parts add up to the gradients?
+        """Checks, after the backward pass of a first refresh, that the captured G_i sum to the gradients.
 
-        What is left over comes from a use that no watched module made, such as ``F.linear(x, embedding.weight)`` or a
-        penalty on the weights in the loss. A pass that adds to no .grad, as that of ``torch.autograd.grad``, cannot
-        tell; the next one may.
+        A difference comes from a use outside of the watched modules, such as ``F.linear(x, embedding.weight)`` or a
+        penalty on the weights. A pass that adds to no .grad, as that of ``torch.autograd.grad``, is not checked.
         """
         for matrix in self._matrices if self._before else ():
-            gathered = self._gathered.get(id(matrix))
-            marks = self._before.get(id(matrix), [])
-            added = [mark.added(p.grad) for p, mark in zip(matrix.active_params, marks, strict=False)]
-            if matrix.managed and all(grad is None for grad in added):
-                continue  # FSDP2 keeps the gradients of accumulated micro-batches to itself, and brings their sum
+            accumulator = self._accumulators.get(id(matrix))
+            snapshots = self._before.get(id(matrix), [])
+            added = [before.added(p.grad) for p, before in zip(matrix.active_params, snapshots, strict=False)]
+            nothing_added = all(grad is None for grad in added)
+            if matrix.managed and nothing_added:
+                continue  # FSDP2 adds the gradients of all micro-batches in the last one
             self._before.pop(id(matrix), None)
-            if gathered is None or gathered.gradient is None:
+            if accumulator is None or accumulator.gradient is None:
                 continue
-            captured, gathered.gradient = matrix.layout.split(gathered.gradient), None
-            # No side is curved where the option was changed in the middle of the pass.
-            if matrix.given_up or gathered.total == [] or all(grad is None for grad in added):
+            captured, accumulator.gradient = matrix.layout.split(accumulator.gradient), None
+            # The total is empty if the option was changed during the pass.
+            if matrix.falls_back or accumulator.total == [] or nothing_added:
                 continue
-            # Of a forward that leaves the bias out, the weight is looked at all the same.
+            # A forward that does not use the bias adds to the weight alone.
             pairs = [(grad, part) for grad, part in zip(added, captured, strict=True) if grad is not None]
-            left_over = [torch.linalg.vector_norm(grad.to(part) - part) for grad, part in pairs]
-            # Factors of 16 bits come from float16 or bfloat16 parameters, or from autocast.
-            rounding = (5e-2 if gathered.coarse else 1e-3) * gathered.length() + sum(mark.rounding() for mark in marks)
+            missed = [torch.linalg.vector_norm(grad.to(part) - part) for grad, part in pairs]
+            tolerance = (5e-2 if accumulator.coarse else 1e-3) * accumulator.length()
+            tolerance = tolerance + sum(before.rounding() for before in snapshots)
             matrix.checked = all(grad is not None for grad in added)
-            if bool(torch.linalg.vector_norm(torch.stack(left_over)) > rounding):
-                matrix.give_up("a part of its gradient does not come from calls of its module")
+            if bool(torch.linalg.vector_norm(torch.stack(missed)) > tolerance):
+                matrix.fall_back_at_step("a part of its gradient does not come from calls of its module")
 
 
-class _Mark:
-    """A gradient as it was, to tell what is added to it."""
+class _GradSnapshot:
+    """A .grad at one moment, to find later what was added to it."""
 
-    def __init__(self, grad: Tensor | None, entries: bool = True) -> None:
-        self.grad, self.version = grad, None if grad is None else grad._version
-        self.entries = grad.clone() if entries and grad is not None else None
+    def __init__(self, grad: Tensor | None, copy: bool = True) -> None:
+        self.grad, self._version = grad, None if grad is None else grad._version
+        self._entries = grad.clone() if copy and grad is not None else None
 
     def changed(self, grad: Tensor | None) -> bool:
-        """Is it another tensor since, or has it been written to?"""
-        return grad is not self.grad or (grad is not None and grad._version != self.version)
+        """Is ``grad`` another tensor, or has it been written to?"""
+        return grad is not self.grad or (grad is not None and grad._version != self._version)
 
     def added(self, grad: Tensor | None) -> Tensor | None:
-        """What has been added since, on this rank; None where nothing has."""
+        """Returns what was added since, on this rank; None if nothing was."""
         if grad is None or not self.changed(grad):
             return None
         found = local(grad).to_dense()
-        return found if self.entries is None else found - local(self.entries).to_dense()
+        return found if self._entries is None else found - local(self._entries).to_dense()
 
     def rounding(self) -> Tensor | float:
-        """What a difference from it may be off by."""
-        if self.entries is None:
+        """Bounds the rounding error of ``added``."""
+        if self._entries is None:
             return 0.0
-        return 4 * torch.finfo(self.entries.dtype).eps * torch.linalg.vector_norm(local(self.entries).to_dense())
+        return 4 * torch.finfo(self._entries.dtype).eps * torch.linalg.vector_norm(local(self._entries).to_dense())
 
 
 def _is_zero(grad: Tensor | None) -> bool:
-    """Or None. Of a sharded gradient a rank sees its part alone, so it is not asked."""
+    """Is it zero or None? False for a sharded gradient, of which a rank has a shard only."""
     if grad is None:
         return True
     return not is_dtensor(grad) and not bool((grad._values() if grad.is_sparse else grad).any())
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        if (alive := reference()) is not None:
-            alive(*args)
-
-    return call

@@ -1,4 +1,4 @@
-"""The loss scale of mixed precision, which captured gradients carry."""
+"""The loss scale of mixed precision, by which captured gradients are multiplied."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 def captured_scale() -> Tensor | float:
-    """The factor that gradients captured during backward carry in mixed precision.
+    """Returns the loss scale that captured gradients are multiplied by; 1.0 without a GradScaler.
 
-    A GradScaler takes it off .grad before the step, and skips the step where it finds an overflow, as with any torch
-    optimizer. Only the scaler that is calling knows the number.
+    A GradScaler divides .grad by it before the step, but not the captured gradients. The scaler is found on the stack,
+    since ``step()`` is called by ``GradScaler.step()``.
     """
     frame = inspect.currentframe()
-    # No look at the variables of other frames: Python would keep them alive with the frame.
+    # The locals of other frames are not read: Python would keep them alive.
     while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
         frame = frame.f_back
     scaler = None if frame is None else frame.f_locals["self"]

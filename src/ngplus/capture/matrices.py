@@ -1,7 +1,7 @@
-"""The matrices of a model: which parameters form each, and which uses in the model's modules belong to it.
+"""The matrices W (m x n) of a model: which parameters form each, and which modules use it.
 
-``collect`` walks the modules once. A tied weight is one matrix with several uses; a bias joins its weight; what no rule
-knows falls back to vmap or to mini-batch curvature, and is listed as such.
+A tied weight is one matrix with several uses. A bias is a column of the matrix of its weight. Parameters of modules
+without a rule get per-sample gradients by vmap, or mini-batch curvature.
 """
 
 from __future__ import annotations
@@ -20,30 +20,36 @@ from ngplus.fisher.blocks import BlockPartition
 
 
 class ParameterMatrix:
-    """One matrix W (m x n) of the paper: its parameters, how they lie in it, and what its last refresh has seen."""
+    """One matrix W (m x n) of the paper: its parameters, their layout, and the state of its capture.
+
+    Args:
+        names: of the parameters.
+        params: the parameters, whose entries stand side by side as columns.
+        kinds: the layout of each parameter, as in ``MatrixSpec``.
+        groups: the number of matrices in it, for grouped convolutions.
+        source: where the curvature comes from: "sample" (a rule's factors), "vmap", or "batch" (the gradient in .grad).
+    """
 
     def __init__(
         self, names: list[str], params: list[nn.Parameter], kinds: list[str], groups: int = 1, source: str = "batch"
     ) -> None:
-        self.names, self.params, self.kinds, self.groups = names, params, kinds, groups
-        self.has_rule = source == "sample"  # a layer's rule says what its dimensions are
-        # Where its curvature comes from: a rule's factors ("sample"), "vmap", or the gradient in .grad ("batch").
-        self.source = source
-        self.lookup = ""  # a table, whose rows are items that no basis should mix: "only" that, or "also"
-        self.armed = False
-        self.checked = False  # that the captured parts add up to the gradient
-        self.own_forward = False  # some module does with it what no rule has foreseen: that is looked at each time
-        self.seen: tuple[int, int] | None = None  # samples and positions of the last refresh
-        self.form: str | None = None  # and the form of product that it took
-        self.reason = ""  # why the source is the mini-batch
-        self.missed = False  # the last refresh had nothing captured, and took the mini-batch in its place
+        self.names, self.params, self.kinds, self.groups, self.source = names, params, kinds, groups, source
+        self.has_rule = source == "sample"
+        self.lookup = ""  # rows are looked up by index: "only" so, or "also" (a tied output layer)
         self.sparse = False  # its gradients may be sparse
+        self.own_forward = False  # a module that uses it has its own forward, so coverage is checked at each refresh
+        self.armed = False  # a refresh is due at the next step, so hooks record
+        self.checked = False  # the captured G_i were found to sum to the gradient
+        self.seen: tuple[int, int] | None = None  # samples and positions of the last refresh
+        self.form: str | None = None  # the form of its product
+        self.missed = False  # the last refresh captured nothing, and used the mini-batch gradient
+        self.reason = ""  # why the source is, or will be, "batch"
         self.estimate: Any = None  # L of this step's refresh, for NGPlus.curvature() until the next step
-        self.fixed_partition: BlockPartition | None = None  # in place of what the options of a group say
-        # Of sharded parameters (ngplus.distributed.sharded):
-        self.managed: list[Any] = []  # FSDP2's own record of each: in the graph other tensors stand for them
-        self.counted = True  # this rank counts the samples of its capture
-        self.in_step = False  # other ranks see the same samples, and all capture alike until the step
+        self.fixed_partition: BlockPartition | None = None  # overrides the options of the parameter group
+        # For sharded parameters (ngplus.distributed.sharded):
+        self.managed: list[Any] = []  # FSDP2's record of each parameter: in the graph other tensors replace them
+        self.counted = True  # this rank counts the samples that it captures
+        self.in_step = False  # other ranks capture the same samples together with this one
         self.update_layout()
 
     @property
@@ -51,15 +57,14 @@ class ParameterMatrix:
         return self.names[0]
 
     def update_layout(self) -> bool:
-        """Takes in which parameters are trained at present, and in which precision; True where that has changed."""
+        """Reads which parameters are trained, and their dtype and device. Returns True if that has changed."""
         active = tuple(p.requires_grad for p in self.params)
-        present = (active, self.params[0].dtype, self.params[0].device)
-        if present == getattr(self, "_present", None):
+        current = (active, self.params[0].dtype, self.params[0].device)
+        if current == getattr(self, "_current", None):
             return False
-        self._present, self.active = present, active
+        self._current, self.active = current, active
         self._partitions: dict[tuple[str, int | None], BlockPartition] = {}
-        chosen = [i for i, on in enumerate(active) if on] or range(len(active))
-        self.parts = list(chosen)
+        self.parts = [i for i, trained in enumerate(active) if trained] or list(range(len(active)))
         self.active_params = [self.params[i] for i in self.parts]
         self.layout = Layout(
             [self.params[i].shape for i in self.parts], [self.kinds[i] for i in self.parts], self.groups
@@ -68,32 +73,32 @@ class ParameterMatrix:
 
     @property
     def refreshed_from(self) -> str:
-        """Where the curvature in use has come from, or will."""
+        """Where the curvature in use comes from: "sample", "vmap" or "batch"."""
         return "batch" if self.missed else self.source
 
     @property
     def note(self) -> str:
-        """Why that is the mini-batch."""
+        """Why that is "batch"."""
         missed = "no gradient was captured: see train() and the graph of the loss"
         return self.reason or (missed if self.missed else "")
 
     def fall_back(self, reason: str) -> None:
-        """Leaves per-sample curvature for that of the mini-batch gradient."""
+        """Uses the curvature of the mini-batch gradient from now on."""
         self.source, self.reason = "batch", reason
 
-    def give_up(self, reason: str) -> None:
-        """The same in the middle of a pass: it holds from the step on. Until then uses are recorded as before, since a
-        checkpoint has to save again what it saved at first, and other ranks may capture in step with this one."""
+    def fall_back_at_step(self, reason: str) -> None:
+        """Falls back at the next step. Until then uses are recorded as before: a checkpoint has to save the same
+        tensors when it runs again, and other ranks may capture together with this one."""
         self.reason = reason
 
     @property
-    def given_up(self) -> bool:
-        """Is nothing to be made of what is recorded?"""
+    def falls_back(self) -> bool:
+        """Is what is recorded not needed, since the matrix falls back at the next step?"""
         return bool(self.reason) and not self.in_step
 
-    def settle(self) -> None:
-        """At the step: what was given up has no per-sample curvature. Ranks in step with each other agree on that."""
-        if self.given_up:
+    def apply_fallback(self) -> None:
+        """Runs at the step. Ranks that capture together agree on the fallback elsewhere."""
+        if self.falls_back:
             self.fall_back(self.reason)
 
     @property
@@ -102,18 +107,18 @@ class ParameterMatrix:
         return torch.float64 if self.params[0].dtype == torch.float64 else torch.float32
 
     def side(self, wanted: str) -> str:
-        """The paper's rule: left where m <= n, right where m > n."""
+        """Returns "left" or "right". The paper's rule, "smaller", is left if m <= n and right if m > n."""
         if wanted != "smaller":
             return wanted
         return "left" if self.layout.rows <= self.layout.cols else "right"
 
     def partition(self, wanted: str, block_size: int | None) -> BlockPartition:
-        """The dimension of L or R, and its blocks."""
+        """Returns the blocks of L or R."""
         d = self.layout.rows if self.side(wanted) == "left" else self.layout.cols
         return BlockPartition.of(self.groups, d, d if block_size is None else block_size)
 
     def partition_of(self, group: Mapping[str, Any]) -> BlockPartition:
-        """The same, by the options of a parameter group. Asked for several times a step, so it is kept."""
+        """The same by the options of a parameter group; cached, since a step needs it several times."""
         if self.fixed_partition is not None:
             return self.fixed_partition
         key = (group.get("side", "smaller"), group.get("block_size"))
@@ -124,11 +129,11 @@ class ParameterMatrix:
 
 @dataclass
 class Use:
-    """A module's use of a matrix: for each name of the spec, which of the matrix's parameters it is."""
+    """A module's use of a matrix. ``parts`` has, for each name of the spec, the index of the matrix's parameter."""
 
     module: nn.Module
     rule: LayerRule
-    spec_index: int  # of the rule's matrices for the module
+    spec_index: int  # in the list of ``rule.matrices(module)``
     matrix: ParameterMatrix
     parts: tuple[int | None, ...]
 
@@ -138,13 +143,13 @@ class Use:
 
     @property
     def columns(self) -> list[int]:
-        """Where the use's columns lie in the matrix."""
+        """The columns of the matrix that this use has."""
         layout, parts = self.matrix.layout, self.matrix.parts
         return [c for part in self.parts if part in parts for c in layout.columns(parts.index(part))]
 
 
 def separate(matrix: ParameterMatrix) -> list[ParameterMatrix]:
-    """A matrix for each of the parameters."""
+    """Splits a matrix into one for each parameter."""
     parts = []
     for name, param, kind in zip(matrix.names, matrix.params, matrix.kinds, strict=True):
         part = ParameterMatrix([name], [param], [kind], matrix.groups, matrix.source)
@@ -154,12 +159,12 @@ def separate(matrix: ParameterMatrix) -> list[ParameterMatrix]:
 
 
 def lone_matrix(name: str, param: nn.Parameter) -> ParameterMatrix:
-    """A parameter of which nothing is known but its shape."""
+    """Makes the matrix of a parameter without a rule."""
     return ParameterMatrix([name], [param], [kind_of(param.shape)])
 
 
 def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tuple[list[ParameterMatrix], list[Use]]:
-    """All parameters as matrices, in the order of ``params``, and the uses that capture has to watch."""
+    """Returns the matrices of all parameters, in the order of ``params``, and the uses that the recorder watches."""
     matrices: list[ParameterMatrix] = []
     uses: list[Use] = []
     of_param: dict[nn.Parameter, tuple[ParameterMatrix, int]] = {}
@@ -183,7 +188,7 @@ def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tupl
         matrix.own_forward = matrix.own_forward or has_own_forward(module)
         own = [(i, of_param[p][1]) for i, p in found if p in of_param and of_param[p][0] is matrix]
         if matrix.groups != spec.groups or any(matrix.kinds[part] != spec.kinds[i] for i, part in own):
-            clashes.update(p for _, p in found)  # what is new is none of its columns
+            clashes.update(p for _, p in found)
             return
         parts: list[int | None] = [None] * len(spec.names)
         for i, p in found:
@@ -202,7 +207,7 @@ def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tupl
     claimed: set[nn.Module] = set()
     unknown = UnknownModuleRule()
     for module in model.modules() if model is not None else ():
-        if module in claimed or isinstance(module, torch.jit.ScriptModule):  # whose parameters are not to be watched
+        if module in claimed or isinstance(module, torch.jit.ScriptModule):  # hooks do not run in a ScriptModule
             continue
         rule = rule_for(module)
         if rule is not None:
@@ -221,7 +226,6 @@ def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tupl
                 "no layer rule covers it" if param in in_model else "it is no parameter of the model that was given"
             )
             of_param[param] = (matrices[-1], 0)
-    # A parameter that lies one way in one module and another way in a second has no one matrix for both.
     for param in clashes:
         of_param[param][0].fall_back("its modules use it in layouts that do not agree")
     uses = [use for use in uses if use.matrix.source != "batch"]

@@ -1,105 +1,123 @@
-"""Which rows of a tensor belong to which sample.
+"""Which dimension of a tensor holds the samples, and which entries along it belong to which sample.
 
-As a rule dimension 0 is the batch, with one or several rows for each sample. In graph networks and with packed
-sequences samples have unlike numbers of rows: there an index tells, and the samples are filled up with rows of zeros.
+Three decisions, each made in one place:
+
+1. Which dimension: :func:`sample_dims`, for each module, before training. The user's ``batch_dim`` comes first, then
+   torch's own modules with ``batch_first=False`` (dimension 1), then dimension 0.
+2. How many samples a call of the model has: ``sample_index`` if the user gives one, else :class:`SampleCount`, from the
+   sizes of that dimension among the model's inputs and outputs.
+3. Which entries belong to a sample: :class:`Batch`, for each forward call of a layer. An index of ``sample_index`` with
+   as many entries as the layer's dimension decides; else each sample has as many consecutive entries as the others, if
+   the number of samples divides the length; else each entry is a sample.
+
+Nothing proves that a layer's dimension really holds the samples: a size that divides by chance is taken for a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-EACH, BEYOND = 16, 1000  # samples for each row, and beyond: more are hardly the batch's own, counted from 0
+from ngplus.capture.sample_index import Ragged
 
-
-class Ragged:
-    """Rows of samples that need not have as many: row p is one of sample ``index[p]``."""
-
-    def __init__(self, index: Tensor, samples: int) -> None:
-        self.index, self.samples = index, samples
-        self._counts = torch.bincount(index, minlength=samples)
-        self.sizes: list[int] = self._counts.tolist()
-        self.longest = max(self.sizes)
-        self._order = None if bool((index[1:] >= index[:-1]).all()) else index.argsort(stable=True)
-        self.used = False  # has a layer had as many rows?
-
-    @property
-    def uneven(self) -> bool:
-        """Has one sample more rows than another?"""
-        return self.samples * self.longest > len(self.index)
-
-    def pad(self, x: Tensor) -> Tensor:
-        """[rows, ...] to [samples, longest, ...], with zeros where a sample has fewer rows."""
-        self.used = True
-        if self._order is not None or self.uneven:
-            # Picking rows takes half of the time of putting them in their places.
-            x = torch.cat((x, x.new_zeros(1, *x.shape[1:]))).index_select(0, self._sources.to(x.device))
-        return x.unflatten(0, (self.samples, self.longest))
-
-    def sort(self, x: Tensor) -> Tensor:
-        """[rows, ...], the rows of one sample after those of the other."""
-        self.used = True
-        return x if self._order is None else x.index_select(0, self._order.to(x.device))
-
-    def sums(self, x: Tensor) -> Tensor:
-        """[rows, ...] to [samples, ...]."""
-        self.used = True
-        return x.new_zeros(self.samples, *x.shape[1:]).index_add_(0, self.index.to(x.device), x)
-
-    @cached_property
-    def _sources(self) -> Tensor:
-        """The row that goes to each of the places of ``pad``; the one after the last where there is none."""
-        first = (self._counts.cumsum(0) - self._counts)[:, None]
-        rank = torch.arange(self.longest, device=self.index.device)
-        own = first + rank if self._order is None else F.pad(self._order, (0, self.longest))[first + rank]
-        return own.masked_fill_(rank >= self._counts[:, None], len(self.index)).flatten()
+BatchDims = int | None | Mapping[str, int | None]
 
 
-def ragged_rows(given: Tensor | Iterable[Tensor] | None) -> dict[int, Ragged]:
-    """By the number of rows, what ``sample_index`` has returned, and one row for each sample. Of several that have as
-    many and say otherwise none is taken, but for that last one."""
-    each = [] if given is None else [given] if isinstance(given, Tensor) else list(given)
-    for index in each:
-        whole = isinstance(index, Tensor) and not (index.is_floating_point() or index.is_complex())
-        if not whole or index.dim() != 1 or index.dtype == torch.bool:
-            found = f"a tensor of {index.dtype}, {list(index.shape)}" if isinstance(index, Tensor) else repr(index)
+def sample_dims(model: nn.Module, batch_dim: BatchDims) -> dict[nn.Module, int | None]:
+    """Returns the dimension of the samples for each module in which it is not 0; None for a module without samples.
+
+    Args:
+        model: the model.
+        batch_dim: one dimension for the whole model, or a mapping from module names, each of which holds for the module
+            and all modules below it.
+    """
+    by_name = dict(batch_dim) if isinstance(batch_dim, Mapping) else {"": batch_dim}
+    for name, dim in by_name.items():
+        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int) or dim < 0):
+            raise ValueError(f"Invalid batch_dim{f' of {name!r}' if name else ''}: {dim!r} (a dimension, or None)")
+    dims: dict[nn.Module, int | None] = {}
+    for module in model.modules():
+        if _is_time_major(module):
+            dims.update(dict.fromkeys(module.modules(), 1))
+    modules = dict(model.named_modules())
+    for name, dim in by_name.items():
+        if name not in modules:
+            raise ValueError(f"Invalid batch_dim: the model has no module {name!r} (see model.named_modules())")
+        if name or dim != 0:  # 0 for the whole model is the default, which does not override time-major modules
+            dims.update(dict.fromkeys(modules[name].modules(), dim))
+    return dims
+
+
+def _is_time_major(module: nn.Module) -> bool:
+    """Returns True for a torch module that takes [length, batch, features]."""
+    if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        return not module.self_attn.batch_first
+    if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder):
+        return any(_is_time_major(layer) for layer in module.layers)
+    return isinstance(module, nn.Transformer | nn.MultiheadAttention | nn.RNNBase) and not module.batch_first
+
+
+class SampleCount:
+    """Finds the number of samples of one call of the model from the sizes of dimension ``dim`` of its tensors."""
+
+    def __init__(self, inputs: Any, dim: int | None) -> None:
+        self._dim = dim
+        self._inputs_have_dimensions = _has_dimensions(inputs)
+        sizes = list(self._sizes(inputs))
+        self._input_sizes = Counter(size for size, _ in sizes)
+        #: By the inputs alone: the most common size, and of several that of the tensor with the most dimensions.
+        self.from_inputs = max(sizes, key=lambda s: (self._input_sizes[s[0]], s[1]))[0] if sizes else None
+
+    def with_output(self, output: Any) -> int | None:
+        """Returns the number by inputs and output together; None if no tensor has the dimension."""
+        expected = self.from_inputs
+        output_sizes = [size for size, _ in self._sizes(output)]
+        for size in self._input_sizes:
+            if size in output_sizes:  # the batch is in both; masks, states and tables are not
+                return size
+        votes = Counter(self._input_sizes)
+        for size in output_sizes:
+            if not expected or size % expected:  # a multiple may have several entries a sample, as after flatten(0, 1)
+                votes[size] += 2
+        if votes:
+            return max(votes, key=lambda size: (votes[size], size == expected))
+        if self._dim and self._inputs_have_dimensions and _has_dimensions(output):
             raise ValueError(
-                f"Invalid sample_index: it gave {found} (the sample of each row, whole numbers in one dimension; one "
-                "such tensor, or several)"
+                f"Invalid batch_dim: {self._dim}. It counts from 0, and no tensor that goes into the model or comes "
+                f"out of it has more than {self._dim} dimensions"
             )
-    empty = [index for index in each if len(index) == 0]
-    each = [index for index in each if len(index)]
-    if not each:
-        return {}
-    each = [index.detach().to(each[0].device, torch.long) for index in each]
-    smallest, largest = min(int(index.min()) for index in each), max(int(index.max()) for index in each)
-    known = max(len(index) for index in each)
-    if smallest < 0 or largest >= EACH * known + BEYOND:
-        raise ValueError(
-            f"Invalid sample_index: it gave sample {smallest if smallest < 0 else largest} for {known} rows (the "
-            "samples of a batch are counted from 0; where few have rows, return torch.arange(samples) as well)"
-        )
-    alone = torch.arange(largest + 1, device=each[0].device)
-    rows: dict[int, Ragged] = {}
-    unlike = set()
-    for index in (alone, *each, *(alone[:0] for _ in empty)):
-        if len(index) not in rows:
-            rows[len(index)] = Ragged(index, largest + 1)
-        elif not torch.equal(rows[len(index)].index, index):
-            unlike.add(len(index))
-    return {length: ragged for length, ragged in rows.items() if length not in unlike or length == len(alone)}
+        return None
+
+    def _sizes(self, tree: Any) -> Iterator[tuple[int, int]]:
+        """The size of the dimension, and the number of dimensions, of each tensor."""
+        for x in _tensors(tree):
+            if self._dim is not None and x.dim() > self._dim and not (x.is_nested and self._dim):  # only 0 has a size
+                yield x.size(self._dim), x.dim()
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """The tensors in nested containers. Outputs of transformers are mappings that pytree does not open."""
+    leaves = pytree.tree_leaves(dict(tree) if isinstance(tree, Mapping) else tree)
+    return [x for x in leaves if isinstance(x, Tensor)]
+
+
+def _has_dimensions(tree: Any) -> bool:
+    return any(x.dim() > 0 and not x.is_nested for x in _tensors(tree))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Where a layer's samples are: the dimension ``dim`` (None: the layer has no batch dimension), ``size`` the number
-    of samples that the model was called with, where that is known. ``rows``: by the length of that dimension, which of
-    its rows are of which sample, where the user has told.
+    """The samples of one forward call of a layer.
+
+    Attributes:
+        dim: the dimension of the samples; None for a layer without samples.
+        size: the number of samples that the model was called with, if known.
+        ragged: the indices that ``sample_index`` returned, by their length.
 
     Examples:
         >>> batch = ngplus.layers.Batch(dim=1)
@@ -109,47 +127,40 @@ class Batch:
 
     dim: int | None = 0
     size: int | None = None
-    rows: Mapping[int, Ragged] = field(default_factory=dict, repr=False, compare=False)
+    ragged: Mapping[int, Ragged] = field(default_factory=dict, repr=False, compare=False)
 
     def count(self, length: int) -> int:
-        """Samples in a dimension of this length.
-
-        A layer that sees k rows for each sample, in sample-major order as after ``flatten(0, 1)``, has them folded
-        into positions. With any other length, or where ``rows`` tells of others, each row counts as a sample of its
-        own.
-        """
+        """Returns the number of samples in a dimension of this length (decision 3 of this module)."""
         if self.dim is None:
             return 1
-        if self.rows:
-            return self.rows[length].samples if length in self.rows else length
+        if self.ragged:
+            return self.ragged[length].samples if length in self.ragged else length
         if self.dim == 0 and self.size and length % self.size == 0:
             return self.size
         return length
 
     def by_sample(self, x: Tensor) -> Tensor:
-        """Dimension 0, [rows, ...], to [samples, rows of each, ...]; of samples with fewer rows, the others are zero.
+        """Splits dimension 0 of x by samples: [samples, longest, ...], with zeros for samples that have fewer entries.
 
         Examples:
             >>> tuple(ngplus.layers.Batch(size=4).by_sample(torch.zeros(12, 5)).shape)
             (4, 3, 5)
         """
-        if self.dim is not None and len(x) in self.rows:
-            return self.rows[len(x)].pad(x)
-        return x.unflatten(0, (self.count(len(x)), -1))
+        ragged = self._ragged_of(len(x))
+        return x.unflatten(0, (self.count(len(x)), -1)) if ragged is None else ragged.pad(x)
 
     def sums(self, x: Tensor) -> Tensor:
-        """Dimension 0, [rows, ...], to the sums over the rows of each sample, [samples, ...].
+        """Sums dimension 0 of x over the entries of each sample: [samples, ...].
 
         Examples:
             >>> tuple(ngplus.layers.Batch(size=4).sums(torch.zeros(12, 5)).shape)
             (4, 5)
         """
-        if self.dim is not None and len(x) in self.rows:
-            return self.rows[len(x)].sums(x)
-        return self.by_sample(x).sum(1)
+        ragged = self._ragged_of(len(x))
+        return self.by_sample(x).sum(1) if ragged is None else ragged.sums(x)
 
     def fold(self, x: Tensor, features: int = 1) -> Tensor:
-        """Any tensor with ``features`` trailing feature dimensions to [samples, positions, *features]."""
+        """Reshapes x, with ``features`` trailing feature dimensions, to [samples, positions, *features]."""
         tail = x.shape[x.dim() - features :]
         if self.dim is None or x.dim() == features:
             return x.reshape(1, -1, *tail)
@@ -157,11 +168,14 @@ class Batch:
         return x.reshape(len(x), -1, *tail)
 
     def first(self, x: Tensor, features: int = 1) -> Tensor:
-        """The same tensor with the batch dimension first."""
+        """Moves the dimension of the samples to the front."""
         if self.dim is not None and 0 < self.dim < x.dim() - features:
             return x.movedim(self.dim, 0)
-        return x  # or what stood before the samples is gone, as of a last state
+        return x  # too few dimensions, as a last hidden state: the samples are in front already
 
-    def ragged(self, x: Tensor) -> Ragged | None:
-        """Which rows of a tensor with one feature dimension are of which sample, where the user has told."""
-        return None if self.dim is None or x.dim() == 1 else self.rows.get(len(self.first(x)))
+    def ragged_of(self, x: Tensor) -> Ragged | None:
+        """Returns the index of ``sample_index`` for x, which has one feature dimension; None if there is none."""
+        return None if x.dim() == 1 else self._ragged_of(len(self.first(x)))
+
+    def _ragged_of(self, length: int) -> Ragged | None:
+        return None if self.dim is None else self.ragged.get(length)

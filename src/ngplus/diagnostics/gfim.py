@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ngplus.capture.accumulator import Accumulator
-from ngplus.capture.calls import BatchDims, SampleIndex
 from ngplus.capture.matrices import ParameterMatrix, collect, named
 from ngplus.capture.recorder import Recorder
+from ngplus.capture.sample_index import SampleIndex
+from ngplus.capture.samples import BatchDims
 from ngplus.fisher.factors import Factors
 from ngplus.preconditioners import curvature as curvatures
 from ngplus.preconditioners.curvature import Curvature

@@ -13,9 +13,10 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from ngplus.capture.accumulator import Accumulator
-from ngplus.capture.calls import BatchDims, SampleIndex
 from ngplus.capture.collector import Collector
 from ngplus.capture.matrices import ParameterMatrix, Use, collect, named
+from ngplus.capture.sample_index import SampleIndex
+from ngplus.capture.samples import BatchDims
 from ngplus.diagnostics.health import FaultCounter
 from ngplus.distributed.collectives import DISTRIBUTIONS, Distributor, RankGroup, ReplicatedDistributor
 from ngplus.distributed.sharded import shards_of

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from ngplus.capture.calls import BatchDims, SampleIndex
 from ngplus.capture.collector import Collector, seed_of
 from ngplus.capture.matrices import ParameterMatrix
+from ngplus.capture.sample_index import SampleIndex
+from ngplus.capture.samples import BatchDims
 from ngplus.diagnostics.plan import Plan, plan_of
 from ngplus.distributed.collectives import Distributor, ReplicatedDistributor
 from ngplus.optimizers.base import BaseOptimizer

@@ -1,7 +1,7 @@
-"""The layers room: a rule for each layer type, in a registry that users can extend."""
+"""A rule for each layer type, in a registry that users can extend: ``base.py`` has the contract of a rule."""
 
 from ngplus.capture.layers.attention import MultiheadAttentionRule
-from ngplus.capture.layers.base import LayerRule, NotPerSample, Watcher, register_layer, rule_for
+from ngplus.capture.layers.base import LayerRule, NotPerSample, register_layer, rule_for
 from ngplus.capture.layers.conv import ConvRule, ConvTransposeRule
 from ngplus.capture.layers.embedding import EmbeddingBagRule, EmbeddingRule
 from ngplus.capture.layers.layout import Layout, MatrixSpec
@@ -15,30 +15,12 @@ from ngplus.capture.layers.norm import (
     RMSNormRule,
 )
 from ngplus.capture.layers.vmap import UnknownModuleRule
+from ngplus.capture.layers.watcher import Watcher
 from ngplus.capture.samples import Batch
 
 __all__ = [
-    "Batch",
-    "BatchNormRule",
-    "ConvRule",
-    "ConvTransposeRule",
-    "EmbeddingBagRule",
-    "EmbeddingRule",
-    "GroupNormRule",
-    "InstanceNormRule",
-    "LayerNormRule",
-    "LayerRule",
-    "Layout",
-    "LinearRule",
-    "MatrixSpec",
-    "MultiheadAttentionRule",
-    "NormRule",
-    "NotPerSample",
-    "RMSNormRule",
-    "TransposedLinearRule",
-    "UnknownModuleRule",
-    "Watcher",
-    "linear_factors",
-    "register_layer",
-    "rule_for",
-]
+    "Batch", "BatchNormRule", "ConvRule", "ConvTransposeRule", "EmbeddingBagRule", "EmbeddingRule", "GroupNormRule",
+    "InstanceNormRule", "LayerNormRule", "LayerRule", "Layout", "LinearRule", "MatrixSpec", "MultiheadAttentionRule",
+    "NormRule", "NotPerSample", "RMSNormRule", "TransposedLinearRule", "UnknownModuleRule", "Watcher", "linear_factors",
+    "register_layer", "rule_for",
+]  # fmt: skip

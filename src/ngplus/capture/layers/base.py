@@ -1,14 +1,32 @@
-"""What a layer rule is, and the registry that finds the rule of a module.
+"""The contract of a layer rule, and the registry that finds the rule of a module.
 
-A rule answers two questions about a type of layer: which matrices do its parameters form, and how do its inputs and the
-gradient of its output become the factors of per-sample gradients. Everything after that knows no layers.
+To add a rule, subclass :class:`LayerRule`, implement ``matrices`` and ``factors``, and decorate the class with
+``ngplus.layers.register_layer``. The rules of this package are in this folder; ``linear.py`` is the shortest.
+
+Tensor convention. A module's parameters form matrices W (m x n). ``factors`` returns the per-sample gradients G_i
+(m x n) of one matrix as :class:`~ngplus.fisher.factors.Factors`, most often as ``Outer(left, right)``:
+
+    left   [groups, samples, positions, m]     gradients g_ip of the output
+    right  [groups, samples, positions, n]     inputs a_ip, with a last column of ones for the bias (``ones=True``)
+    G_i  = sum_p g_ip a_ip^T                   for each group
+
+========================================= ========================= ======================= =======
+layer and input                           left                      right                   matrix
+========================================= ========================= ======================= =======
+Linear(3, 2) on [8, 3]                    [1, 8, 1, 2]              [1, 8, 1, 3 + 1]        2 x 4
+Linear(3, 2) on 5 tokens, [8, 5, 3]       [1, 8, 5, 2]              [1, 8, 5, 3 + 1]        2 x 4
+Conv2d(4, 6, 3, groups=2) on [8, 4, 7, 7] [2, 8, 25, 3]             [2, 8, 25, 2 * 9 + 1]   3 x 19
+========================================= ========================= ======================= =======
+
+Samples that were flattened into the batch dimension become positions: :class:`~ngplus.capture.samples.Batch` reshapes a
+tensor to [samples, positions, features]. The left side, L = 1/S sum_i G_i G_i^T, is m x m. The right side, R, is n x n.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +35,16 @@ from ngplus.capture.layers.layout import MatrixSpec
 from ngplus.capture.samples import Batch
 from ngplus.fisher.factors import Factors
 
-Inputs = tuple[Tensor | None, ...]  # the tensors of a call that a rule needs; those that are not given are None
-Active = tuple[bool, ...]  # for each name of a matrix's spec: is that parameter trained?
+if TYPE_CHECKING:
+    from ngplus.capture.layers.watcher import Watcher
+
+Inputs = tuple[Tensor | None, ...]  # the tensors of a forward call that a rule needs; None for an absent one
+Active = tuple[bool, ...]  # for each name of a MatrixSpec: does the parameter require gradients?
+Build = Callable[[Inputs, Tensor, Active, Batch], Factors]  # (inputs, gradient of the output, active, batch)
 
 
 class NotPerSample(Exception):
-    """Raised by a rule for a call whose per-sample gradients it cannot give; mini-batch curvature takes their place.
+    """Raised by a rule for a call without per-sample gradients. The matrix then uses mini-batch curvature.
 
     Examples:
         >>> class Picky(ngplus.layers.LinearRule):
@@ -34,7 +56,9 @@ class NotPerSample(Exception):
 
 
 class LayerRule:
-    """The base of all rules. A rule for a layer with one matrix overrides ``matrices`` and ``factors``.
+    """Base class of all rules. A rule for a layer with one matrix implements ``matrices`` and ``factors``.
+
+    ``module`` is a module of a type that the rule is registered for, or of a subclass.
 
     Examples:
         A rule for a layer y = 2 x M:
@@ -55,83 +79,36 @@ class LayerRule:
         'sample'
     """
 
-    #: Does the rule speak for the parameters of the module's children, too?
+    #: The rule covers the parameters of the module's children, which get no rule of their own.
     claims_children = False
-    #: Are the rows of its matrix items that are looked up, as those of an embedding?
+    #: The rows of the matrix are table entries that are looked up by index, as in an embedding.
     looks_up = False
-    #: Are the inputs needed where only the second parameter, the bias, is trained?
+    #: ``factors`` needs the inputs even if only the second parameter, the bias, is trained.
     bias_needs_input = True
 
-    def matrices(self, module: nn.Module) -> list[MatrixSpec]:
-        """The matrices that the module's parameters form; parameters that are None are left out by the caller."""
+    def matrices(self, module: Any) -> list[MatrixSpec]:
+        """Returns the matrices that the module's parameters form. Absent parameters, such as a bias, may be named."""
         raise NotImplementedError
 
-    def inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
-        """The tensors that ``factors`` will need, of those that the module was called with."""
+    def inputs(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
+        """Selects from the arguments of the forward call the tensors that ``factors`` needs."""
         return (args[0] if args else next(iter(kwargs.values()), None),)
 
-    def adapt(self, module: nn.Module, inputs: Inputs, output: Any, batch: Batch) -> Any:
-        """May replace the module's output on a refresh step, to give it a batch dimension; as a rule it does not."""
+    def adapt(self, module: Any, inputs: Inputs, output: Any, batch: Batch) -> Any:
+        """Returns the output, or on a refresh step a replacement with equal values that has a batch dimension."""
         return output
 
-    def kept(self, module: nn.Module, inputs: Inputs, output: Tensor) -> Inputs:
-        """The inputs, and whatever of the module's own work ``factors`` need not do again."""
-        return inputs
+    def factors(self, module: Any, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
+        """Returns the factors of G_i, from the saved inputs and the gradient of the output.
 
-    def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
-        """The factors of G_i from the saved inputs and the gradient of the output.
-
-        ``active`` says for each name of the matrix's spec whether that parameter takes part.
+        ``active`` says for each name of the matrix's spec whether that parameter is trained.
         """
         raise NotImplementedError
 
-    def watch(self, module: nn.Module, watcher: Watcher) -> list[Any]:
-        """Registers the hooks that hand inputs and output gradients over; returns their handles."""
-        # Before the user's own hooks: these may change the output.
+    def watch(self, module: Any, watcher: Watcher) -> list[Any]:
+        """Registers the hooks that record inputs and output gradients, and returns their handles."""
+        # Prepended, since hooks of the user may change the output.
         return [module.register_forward_hook(watcher.forward_hook(0), with_kwargs=True, prepend=True)]
-
-
-class Watcher:
-    """What capture gives to a rule's ``watch``: whether to record now, and where to put it.
-
-    Examples:
-        A rule for a module whose output is a tuple, its first element the result:
-
-        >>> class FirstOutput(ngplus.layers.LinearRule):
-        ...     def watch(self, module, watcher):
-        ...         def build(inputs, grad, active, batch):
-        ...             return self.factors(module, inputs, grad, active, batch)
-        ...         def look(module, args, output):
-        ...             if watcher.recording(0):
-        ...                 watcher.record(0, output[0], (args[0],), build)
-        ...         return [module.register_forward_hook(watcher.hook(look))]
-    """
-
-    def forward_hook(self, matrix: int) -> Callable[..., Any]:
-        """The usual forward hook for the module's matrix of that number."""
-        raise NotImplementedError
-
-    def hook(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A hook that does nothing in a copy of the module."""
-        raise NotImplementedError
-
-    def recording(self, matrix: int) -> bool:
-        """Is this call one that a refresh needs?"""
-        raise NotImplementedError
-
-    def refuse(self, matrix: int, reason: str) -> None:
-        """Leaves the matrix to mini-batch curvature."""
-        raise NotImplementedError
-
-    def record(
-        self,
-        matrix: int,
-        output: Tensor,
-        inputs: Inputs,
-        build: Callable[[Inputs, Tensor, Active, Batch], Factors],
-    ) -> None:
-        """When the gradient of ``output`` arrives, ``build(inputs, gradient, active, batch)`` makes the factors."""
-        raise NotImplementedError
 
 
 _RULES: dict[type[nn.Module] | str, LayerRule] = {}
@@ -142,7 +119,7 @@ R = TypeVar("R", bound=type[LayerRule])
 def register_layer(*types: type[nn.Module] | str) -> Callable[[R], R]:
     """Registers a ``LayerRule`` for module types, given as classes or, for optional libraries, by dotted name.
 
-    A rule serves subclasses, too, and the nearest class wins. Registering again replaces the rule.
+    A rule also applies to subclasses; the nearest class wins. Registering a type again replaces its rule.
 
     Examples:
         >>> class Mixing(nn.Linear):
@@ -164,7 +141,7 @@ def register_layer(*types: type[nn.Module] | str) -> Callable[[R], R]:
 
 
 def rule_for(module: nn.Module) -> LayerRule | None:
-    """The rule of the nearest registered class that the module is an instance of.
+    """Returns the rule of the nearest registered class that the module is an instance of, or None.
 
     Examples:
         >>> type(ngplus.layers.rule_for(nn.Linear(3, 2))).__name__
@@ -172,39 +149,29 @@ def rule_for(module: nn.Module) -> LayerRule | None:
         >>> ngplus.layers.rule_for(nn.LSTM(3, 2)) is None
         True
     """
-    for cls in type(module).__mro__:
-        if cls in _RULES:
-            return _RULES[cls]
-        name = f"{cls.__module__}.{cls.__qualname__}"
-        if name in _RULES:
-            return _RULES[name]
-    return None
+    cls = _registered_class(module)
+    return None if cls is None else _RULES[cls if cls in _RULES else _dotted_name(cls)]
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Is it a subclass of the class that a rule was written for, with a forward of its own, or was it given one?"""
-    for cls in type(module).__mro__:
-        if cls in _RULES or f"{cls.__module__}.{cls.__qualname__}" in _RULES:
-            names = ("forward", "_conv_forward")
-            return any(
-                n in module.__dict__ or getattr(type(module), n, None) is not getattr(cls, n, None) for n in names
-            )
-    return False
+    """Returns True if the module's forward is not that of the class its rule is registered for."""
+    cls = _registered_class(module)
+    return cls is not None and any(
+        name in module.__dict__ or getattr(type(module), name, None) is not getattr(cls, name, None)
+        for name in ("forward", "_conv_forward")
+    )
 
 
-def is_made_by(node: str, output: Tensor, x: Tensor, parameters: Sequence[Tensor | None]) -> bool:
-    """Was the output made by this function of torch's, of just this input and these parameters?"""
-    made = output.grad_fn
-    if made is None or made.name() != node:
-        return False
-    source = torch.autograd.graph.get_gradient_edge(x).node if x.requires_grad else None
-    wanted = [None if p is None or not p.requires_grad else p for p in parameters]
-    found = [getattr(edge, "variable", None) for edge, _ in made.next_functions[1:]]
-    return made.next_functions[0][0] is source and all(f is w for f, w in zip(found, wanted, strict=True))
+def _registered_class(module: nn.Module) -> type[Any] | None:
+    return next((cls for cls in type(module).__mro__ if cls in _RULES or _dotted_name(cls) in _RULES), None)
+
+
+def _dotted_name(cls: type[Any]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def no_mixed_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Curvature is worked out in the precision of its tensors, whatever the forward pass is cast to."""
-    if not torch.is_autocast_enabled(device.type):  # as most often: entering and leaving costs as much as a small layer
+    """Disables autocast: curvature is computed in the precision of its tensors."""
+    if not torch.is_autocast_enabled(device.type):  # entering autocast costs as much as a small layer
         return nullcontext()
     return torch.autocast(device_type=device.type, enabled=False)

@@ -1,4 +1,4 @@
-"""Embedding and EmbeddingBag: the matrix is (rows, dim), its left factor a choice of rows."""
+"""Rules of Embedding and EmbeddingBag, whose matrix is (num_embeddings, embedding_dim)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ngplus.fisher.factors import Bags, Factors, Lookup, as_lookup, mark
 
 @register_layer(nn.Embedding)
 class EmbeddingRule(LayerRule):
-    """``padding_idx``, ``scale_grad_by_freq`` and ``sparse`` as in torch.
+    """Supports ``padding_idx``, ``scale_grad_by_freq`` and ``sparse``.
 
-    Positions that are looked up once for the whole batch, with an index of shape [1, length], have no samples of their
-    own. Where their vectors are added to those of the batch, on a refresh step it is to each sample by itself, so that
-    the gradient comes sample by sample. An index whose first dimension is neither, such as ``arange(length)``, and
-    vectors that are used in any other way get mini-batch curvature.
+    An index of shape [1, length], as of positions, is the same for all samples. If its vectors are added to those of
+    the batch, a refresh step expands them to [samples, length, dim] first, so that the gradient has samples. Vectors
+    that are used in another way, and an index without a batch dimension, such as ``arange(length)``, get mini-batch
+    curvature.
 
     Examples:
         >>> row = ngplus.NGPlus(nn.Embedding(1000, 16)).plan()[0]
@@ -32,29 +32,28 @@ class EmbeddingRule(LayerRule):
 
     looks_up = True
 
-    def matrices(self, module: nn.Module) -> list[MatrixSpec]:
+    def matrices(self, module: Any) -> list[MatrixSpec]:
         return [MatrixSpec(("weight",), ("rows",))]
 
-    def adapt(self, module: nn.Module, inputs: Inputs, output: Any, batch: Batch) -> Any:
+    def adapt(self, module: Any, inputs: Inputs, output: Any, batch: Batch) -> Any:
         (index,) = inputs
         assert index is not None
         shared = batch.dim == 0 and index.dim() > 1 and len(index) == 1 and output.shape[:-1] == index.shape
         return ForAllSamples.of(output, batch.size) if shared and (batch.size or 0) > 1 else output  # type: ignore[arg-type]
 
-    def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
-        assert isinstance(module, nn.Embedding)
+    def factors(self, module: Any, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         (index,) = inputs
         assert index is not None
         weight = _entry_weights(module, index, grad.dtype)
         if weight is not None:
             grad = grad * weight[..., None]
         index = index.expand(grad.shape[:-1]).long()
-        if batch.dim == 0 and batch.size and (index.dim() == 0 or len(index) not in {batch.size, *batch.rows}):
+        if batch.dim == 0 and batch.size and (index.dim() == 0 or len(index) not in {batch.size, *batch.ragged}):
             raise NotPerSample("its index has no batch dimension")
         return Lookup(batch.fold(index, 0), batch.fold(grad), module.num_embeddings)
 
 
-# Functions that take a tensor with a first dimension of 1 as if it were repeated for each sample.
+# Functions that broadcast a first dimension of 1.
 _ELEMENTWISE = {
     f"{before}{name}{after}"
     for name in ("add", "sub", "mul")
@@ -63,40 +62,42 @@ _ELEMENTWISE = {
 
 
 class ForAllSamples(Tensor):
-    """A tensor [1, ...] that is the same for all samples. In sums with a batch, and where it is expanded to one,
-    ``by_sample`` stands for it, [samples, ...], whose gradient tells the samples apart. Everywhere else it is what it
-    was, and ``on_other_use`` is called."""
+    """A tensor [1, ...] that is the same for all samples.
 
-    whole: Tensor
+    Elementwise functions with a batch, and ``expand``, use ``by_sample``, [samples, ...], whose gradient has samples.
+    Other functions use ``plain``, and ``on_other_use`` is called.
+    """
+
+    plain: Tensor
     by_sample: Tensor
-    made: object  # what tells that nobody has written to it since
+    version: object  # changes if the tensor is written to
     on_other_use: Callable[[], None] | None
 
     @classmethod
-    def of(cls, whole: Tensor, samples: int) -> ForAllSamples:
-        shared = whole.as_subclass(cls)
-        shared.whole, shared.by_sample = whole, whole.expand(samples, *whole.shape[1:])
-        shared.made, shared.on_other_use = mark(whole), None
+    def of(cls, plain: Tensor, samples: int) -> ForAllSamples:
+        shared = plain.as_subclass(cls)
+        shared.plain, shared.by_sample = plain, plain.expand(samples, *plain.shape[1:])
+        shared.version, shared.on_other_use = mark(plain), None
         return shared
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves, tree = pytree.tree_flatten((args, kwargs or {}))
         shared = [x for x in leaves if isinstance(x, cls)]
-        batches = {x.shape for x in leaves if isinstance(x, Tensor) and not isinstance(x, cls)}
+        others = {x.shape for x in leaves if isinstance(x, Tensor) and not isinstance(x, cls)}
         name = getattr(func, "__name__", "")
-        whole = all(x.made == mark(x.whole) for x in shared)
-        summed = whole and name in _ELEMENTWISE and all(x.by_sample.shape in batches for x in shared)
-        plain = [x if not isinstance(x, cls) else x.by_sample if summed else x.whole for x in leaves]
-        given, named = pytree.tree_unflatten(plain, tree)
-        out = func(*given, **named)
-        if summed:
+        unchanged = all(x.version == mark(x.plain) for x in shared)
+        broadcast = unchanged and name in _ELEMENTWISE and all(x.by_sample.shape in others for x in shared)
+        leaves = [x if not isinstance(x, cls) else x.by_sample if broadcast else x.plain for x in leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, tree)
+        out = func(*args, **kwargs)
+        if broadcast:
             return out
-        if whole and name == "expand" and out.shape == shared[0].by_sample.shape:
+        if unchanged and name == "expand" and out.shape == shared[0].by_sample.shape:
             return shared[0].by_sample
-        if whole and len(shared) == 1 and out is shared[0].whole:  # as of .to(device) on that device
+        if unchanged and len(shared) == 1 and out is shared[0].plain:  # as of .to(device) on the same device
             return shared[0]
-        if out is None or any(isinstance(x, Tensor) for x in pytree.tree_leaves(out)):  # no mere look at its shape
+        if out is None or any(isinstance(x, Tensor) for x in pytree.tree_leaves(out)):  # not only a shape or dtype
             for x in shared:
                 if x.on_other_use is not None:
                     x.on_other_use()
@@ -104,7 +105,7 @@ class ForAllSamples(Tensor):
 
 
 def _entry_weights(module: nn.Embedding | nn.EmbeddingBag, index: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """What torch multiplies each entry's gradient by: 0 for padding, 1 / frequency where the user asks for it."""
+    """Returns what torch multiplies each entry's gradient by: 0 for padding, 1 / frequency; None for 1."""
     weight = None if module.padding_idx is None else (index != module.padding_idx).to(dtype)
     if module.scale_grad_by_freq:
         _, place, counts = torch.unique(index, return_inverse=True, return_counts=True)
@@ -115,10 +116,8 @@ def _entry_weights(module: nn.Embedding | nn.EmbeddingBag, index: Tensor, dtype:
 
 @register_layer(nn.EmbeddingBag)
 class EmbeddingBagRule(LayerRule):
-    """Modes sum and mean, bags as rows or by offsets, ``per_sample_weights``, ``padding_idx``, sparse gradients.
-    Several bags a sample, in sample-major order, are folded into it.
-
-    The mode max has no factors; it is refused here, and capture falls back to mini-batch curvature.
+    """Supports the modes sum and mean, ``offsets``, ``per_sample_weights``, ``padding_idx`` and ``sparse``. Several
+    bags of one sample, one after the other, are joined. The mode max gets mini-batch curvature.
 
     Examples:
         >>> row = ngplus.NGPlus(nn.EmbeddingBag(1000, 16, mode="sum", sparse=True)).plan()[0]
@@ -128,17 +127,15 @@ class EmbeddingBagRule(LayerRule):
 
     looks_up = True
 
-    def matrices(self, module: nn.Module) -> list[MatrixSpec]:
-        assert isinstance(module, nn.EmbeddingBag)
+    def matrices(self, module: Any) -> list[MatrixSpec]:
         return [] if module.mode == "max" else [MatrixSpec(("weight",), ("rows",))]
 
-    def inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
+    def inputs(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
         names = ("input", "offsets", "per_sample_weights")
         given = dict(zip(names, args, strict=False)) | dict(kwargs)
         return tuple(given.get(name) for name in names)
 
-    def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
-        assert isinstance(module, nn.EmbeddingBag)
+    def factors(self, module: Any, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         index, offsets, weights = inputs
         assert index is not None
         bags = len(grad)
@@ -157,9 +154,9 @@ class EmbeddingBagRule(LayerRule):
             weight = weight / count.clamp_min(1)[bag]
         if weights is not None:
             weight = weight * weights.detach().flatten()
-        each = Bags(index, bag, weight, grad, module.num_embeddings)
+        factors = Bags(index, bag, weight, grad, module.num_embeddings)
         if batch.count(bags) == bags:
-            return each
-        apart = as_lookup(each)  # several bags a sample: their entries are its positions
-        index, values = batch.by_sample(apart.index).flatten(1), batch.by_sample(apart.values).flatten(1, 2)
+            return factors
+        lookup = as_lookup(factors)  # several bags a sample: their entries are its positions
+        index, values = batch.by_sample(lookup.index).flatten(1), batch.by_sample(lookup.values).flatten(1, 2)
         return Lookup(index, values, module.num_embeddings)

@@ -1,8 +1,4 @@
-"""How parameters form one matrix: the paper's W (m x n), with the bias as a column.
-
-A matrix is made of parts, each a parameter, that stand side by side as columns. A grouped convolution is a stack of
-``groups`` matrices.
-"""
+"""How parameters form one matrix W (m x n): side by side as columns. A grouped convolution is a stack of matrices."""
 
 from __future__ import annotations
 
@@ -13,21 +9,16 @@ from math import prod
 import torch
 from torch import Tensor
 
-# The kinds of parts:
-# rows:    the first dimension is m, the others together are columns (Linear, Conv, Embedding)
-# transposed:  the second dimension is m (ConvTranspose, the Conv1D of Hugging Face); inputs and kernel are columns
-# column:  all entries are one column of m rows (bias, scale, shift, a lone vector)
-
 
 @dataclass(frozen=True)
 class MatrixSpec:
-    """One matrix of a module: the names of its parameters, relative to the module, and how each lies in it.
+    """One matrix of a module: the names of its parameters, relative to the module, and the layout of each.
 
     Attributes:
-        names: of the parameters that stand side by side.
-        kinds: how each lies: ``"rows"`` (dimension 0 is m), ``"transposed"`` (dimension 1 is m) or ``"column"`` (a
-            bias, a vector).
-        groups: of a grouped convolution, each a matrix of its own.
+        names: of the parameters, which stand side by side as columns.
+        kinds: ``"rows"`` (dimension 0 is m, the others are columns, as in Linear, Conv and Embedding), ``"transposed"``
+            (dimension 1 is m, the others are columns, as in ConvTranspose) or ``"column"`` (a bias, a vector).
+        groups: of a grouped convolution; each is a matrix.
 
     Examples:
         >>> ngplus.layers.MatrixSpec(("weight", "bias")).kinds
@@ -40,13 +31,12 @@ class MatrixSpec:
 
 
 def kind_of(shape: Sequence[int]) -> str:
-    """How a parameter lies of which only the shape is known. With one dimension that is not 1, as of LayerScale's
-    [C, 1, 1], it is a vector."""
+    """Returns the kind of a parameter by its shape alone. [C, 1, 1], as in LayerScale, is a vector."""
     return "rows" if sum(size != 1 for size in shape) > 1 else "column"
 
 
 class Layout:
-    """Takes the tensors of a matrix's parameters, or of their gradients, to [groups, m, n] and back.
+    """Converts the tensors of a matrix's parameters, or their gradients, to [groups, m, n] and back.
 
     Examples:
         >>> layer = nn.Linear(3, 2)
@@ -64,29 +54,29 @@ class Layout:
         self.rows = sizes[0][0]
         self.widths = [cols for _, cols in sizes]
         self.cols = sum(self.widths)
-        self.places = prod(shapes[0][2:]) if kinds[0] != "column" else 1  # of a kernel: columns of one input channel
+        self.places = prod(shapes[0][2:]) if kinds[0] != "column" else 1  # entries of a convolution's kernel
 
     def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Each as the columns that it takes, [groups, m, width]; a view unless it is transposed."""
+        """Returns the columns of each tensor, [groups, m, width]: a view unless it is transposed."""
         return [
             t.reshape(self.groups, self.rows, width) if kind != "transposed" else _transposed(t, self.groups, self.rows)
             for t, kind, width in zip(tensors, self.kinds, self.widths, strict=True)
         ]
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """[groups, m, n]; a view where there is one part that is not transposed."""
+        """Returns the matrix, [groups, m, n]."""
         parts = self.parts(tensors)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def split(self, matrix: Tensor) -> list[Tensor]:
-        """The way back: tensors of the parameters' shapes."""
+        """Inverts ``join``: returns tensors of the parameters' shapes."""
         pieces = matrix.split(self.widths, dim=-1) if len(self.widths) > 1 else [matrix]
         return [
             _from_matrix(piece, shape, kind) for piece, shape, kind in zip(pieces, self.shapes, self.kinds, strict=True)
         ]
 
     def columns(self, part: int) -> range:
-        """The columns of the matrix that hold that part."""
+        """Returns the columns of one parameter."""
         start = sum(self.widths[:part])
         return range(start, start + self.widths[part])
 

@@ -1,6 +1,8 @@
-"""Linear layers, and the transposed Conv1D of Hugging Face transformers."""
+"""Rules of Linear, and of the transposed Conv1D of Hugging Face transformers."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,11 +12,13 @@ from ngplus.capture.layers.layout import MatrixSpec
 from ngplus.capture.samples import Batch
 from ngplus.fisher.factors import Factors, Outer, Segments
 
-MANY = 2**13  # numbers that the largest sample has: with fewer, rows of zeros cost less than a product for each sample
+# Samples of different sizes are padded with zeros if the largest has fewer entries than this. Otherwise each sample has
+# its own product.
+MIN_UNPADDED_ENTRIES = 2**13
 
 
 def linear_factors(x: Tensor | None, grad: Tensor, active: Active, batch: Batch) -> Outer:
-    """G_i = sum_p g_ip [a_ip; 1]^T for y = W a + b; without W the input is not needed.
+    """G_i = sum_p g_ip [a_ip; 1]^T for y = W a + b. ``x`` may be None if W is not active.
 
     Examples:
         >>> x, grad = torch.randn(8, 3), torch.randn(8, 2)
@@ -38,31 +42,33 @@ class LinearRule(LayerRule):
 
     bias_needs_input = False
 
-    def matrices(self, module: nn.Module) -> list[MatrixSpec]:
+    def matrices(self, module: Any) -> list[MatrixSpec]:
         return [MatrixSpec(("weight", "bias"))]
 
-    def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
+    def factors(self, module: Any, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         (x,) = inputs
         right = x if active[0] and x is not None else grad[..., :0]
-        ragged = batch.ragged(grad)
-        if ragged is None or not ragged.uneven or ragged.longest * (grad.shape[-1] + right.shape[-1]) < MANY:
+        ragged = batch.ragged_of(grad)
+        if (
+            ragged is None
+            or not ragged.uneven
+            or ragged.longest * (grad.shape[-1] + right.shape[-1]) < MIN_UNPADDED_ENTRIES
+        ):
             return linear_factors(x, grad, active, batch)
         right = F.pad(right, (0, 1), value=1.0) if len(active) > 1 and active[1] else right
         left, right = (ragged.sort(batch.first(side)) for side in (grad, right))
-        each = left[0].numel() // left.shape[-1]  # positions of a row
-        return Segments(
-            left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1]), [each * k for k in ragged.sizes]
-        )
+        positions = left[0].numel() // left.shape[-1]  # of each entry along the batch dimension
+        return Segments(left.flatten(0, -2), right.flatten(0, -2), [positions * k for k in ragged.sizes])
 
 
 @register_layer("transformers.pytorch_utils.Conv1D")
 class TransposedLinearRule(LinearRule):
-    """y = x W + b with W (in, out): transposed, so that its rows are outputs.
+    """y = x W + b with W (in, out): the matrix is the transposed W.
 
     Examples:
         >>> ngplus.layers.TransposedLinearRule().matrices(nn.Module())[0].kinds
         ('transposed', 'column')
     """
 
-    def matrices(self, module: nn.Module) -> list[MatrixSpec]:
+    def matrices(self, module: Any) -> list[MatrixSpec]:
         return [MatrixSpec(("weight", "bias"), ("transposed", "column"))]

@@ -1,4 +1,4 @@
-"""Norm layers: scale and shift are a matrix of two columns, (features, 2)."""
+"""Rules of norm layers: scale and shift form a matrix of two columns, (features, 2)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
-from ngplus.capture.layers.base import Active, Inputs, LayerRule, is_made_by, register_layer
+from ngplus.capture.layers.base import Active, Inputs, LayerRule, register_layer
 from ngplus.capture.layers.layout import MatrixSpec
 from ngplus.capture.samples import Batch
-from ngplus.fisher.factors import Factors, Rows, wide
+from ngplus.fisher.factors import Factors, Rows
 
 
 class NormRule(LayerRule):
     """y = scale * normalized + shift: G_i = [sum_p g_ip * normalized_ip, sum_p g_ip].
 
-    A norm layer of your own gives ``normalized`` and ``by_feature``:
+    A subclass implements ``normalized`` and ``by_feature``.
 
     Examples:
         >>> class Centred(nn.Module):
@@ -42,18 +40,18 @@ class NormRule(LayerRule):
 
     bias_needs_input = False
 
-    def matrices(self, module: nn.Module) -> list[MatrixSpec]:
+    def matrices(self, module: Any) -> list[MatrixSpec]:
         return [MatrixSpec(("weight", "bias"), ("column", "column"))]
 
-    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
         """The input as the layer normalizes it, before scale and shift."""
         raise NotImplementedError
 
-    def by_feature(self, module: nn.Module, x: Tensor, batch: Batch) -> Tensor:
-        """[samples, positions, features], where each row of the batch dimension is a sample."""
+    def by_feature(self, module: Any, x: Tensor, batch: Batch) -> Tensor:
+        """Reshapes x to [samples, positions, features]; each index along the batch dimension is one sample."""
         raise NotImplementedError
 
-    def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
+    def factors(self, module: Any, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         (x,) = inputs
         columns = []
         if active[0] and x is not None:
@@ -62,26 +60,24 @@ class NormRule(LayerRule):
             columns.append(self._sums(module, grad, batch))
         return Rows(torch.stack(columns, dim=-1)[None])
 
-    def _sums(self, module: nn.Module, x: Tensor, batch: Batch) -> Tensor:
-        """[samples, features]: over the positions of each row, and then over the rows of each sample."""
+    def _sums(self, module: Any, x: Tensor, batch: Batch) -> Tensor:
+        """Sums x over the positions of each sample: [samples, features]."""
         return batch.sums(self.by_feature(module, x, Batch(batch.dim)).sum(1))
 
 
 @register_layer(nn.LayerNorm)
 class LayerNormRule(NormRule):
-    """The features are all that is normalized over: (features, 2).
+    """Scale and shift of all normalized entries: (features, 2).
 
     Examples:
         >>> ngplus.NGPlus(nn.LayerNorm(8)).plan()[0].shape
         (8, 2)
     """
 
-    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
-        assert isinstance(module, nn.LayerNorm)
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
         return F.layer_norm(x, module.normalized_shape, eps=module.eps)
 
-    def by_feature(self, module: nn.Module, x: Tensor, batch: Batch) -> Tensor:
-        assert isinstance(module, nn.LayerNorm | nn.RMSNorm)
+    def by_feature(self, module: Any, x: Tensor, batch: Batch) -> Tensor:
         return batch.fold(x.flatten(x.dim() - len(module.normalized_shape)))
 
 
@@ -94,21 +90,20 @@ class RMSNormRule(LayerNormRule):
         (8, 1)
     """
 
-    def matrices(self, module: nn.Module) -> list[MatrixSpec]:
+    def matrices(self, module: Any) -> list[MatrixSpec]:
         return [MatrixSpec(("weight",), ("column",))]
 
-    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
-        assert isinstance(module, nn.RMSNorm)
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
         return F.rms_norm(x, list(module.normalized_shape), eps=module.eps)
 
 
 class _ChannelNormRule(NormRule):
-    """Norm layers whose features are the channels, dimension 1 of a batch whose samples are dimension 0."""
+    """Norm layers on [samples, channels, ...], whose features are the channels."""
 
-    def by_feature(self, module: nn.Module, x: Tensor, batch: Batch) -> Tensor:
+    def by_feature(self, module: Any, x: Tensor, batch: Batch) -> Tensor:
         return batch.fold(x.movedim(1, -1))
 
-    def _sums(self, module: nn.Module, x: Tensor, batch: Batch) -> Tensor:
+    def _sums(self, module: Any, x: Tensor, batch: Batch) -> Tensor:
         return super()._sums(module, x, replace(batch, dim=None if batch.dim is None else 0))
 
 
@@ -121,110 +116,63 @@ class GroupNormRule(_ChannelNormRule):
         (6, 2)
     """
 
-    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
-        assert isinstance(module, nn.GroupNorm)
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
         return F.group_norm(x, module.num_groups, eps=module.eps)
 
 
 @register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class BatchNormRule(_ChannelNormRule):
-    """Each sample's share of the gradient; the statistics tie the samples together, as they do in the loss.
+    """Scale and shift of the channels: (channels, 2). G_i is sample i's term of the gradient of the batch loss.
 
-    The normalized input is never written out: sum_p g (x - mean) / std = (sum_p g x - mean sum_p g) / std.
+    The batch statistics depend on all samples, so G_i is not the gradient of the loss of sample i alone. The normalized
+    input is not stored: sum_p g (x - mean) / std = (sum_p g x - mean sum_p g) / std.
 
     Examples:
         >>> ngplus.NGPlus(nn.BatchNorm2d(6)).plan()[0].shape
         (6, 2)
     """
 
-    def kept(self, module: nn.Module, inputs: Inputs, output: Tensor) -> Inputs:
-        """The input, and its mean and 1 / standard deviation where torch keeps them for its own backward pass."""
-        assert isinstance(module, _BatchNorm)
+    def factors(self, module: Any, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         (x,) = inputs
-        if x is None or not module.training or _saved_elsewhere():
-            return inputs
-        own = type(module).forward is _BatchNorm.forward and "forward" not in module.__dict__
-        own = own and type(self).factors is BatchNormRule.factors  # a rule of one's own may expect the input alone
-        if not own or not is_made_by("NativeBatchNormBackward0", output, x, (module.weight, module.bias)):
-            return inputs
-        node: Any = output.grad_fn
-        return x, node._saved_result1, node._saved_result2
-
-    def factors(self, module: nn.Module, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
-        assert isinstance(module, _BatchNorm)
-        x, *known = inputs
-        shift = grad.flatten(2).sum(-1) if grad.dim() > 2 else grad
+        grad = _channels_and_positions(grad)
+        shift = grad.sum(-1)
         columns = []
         if active[0] and x is not None:
-            x = x.to(grad.dtype)
-            rows, grads = (x.flatten(2), grad.flatten(2)) if x.dim() > 2 else (x[..., None], grad[..., None])
-            if known:
-                mean, scale = known
-            elif module.training or module.running_mean is None:
-                mean, var = _mean_and_variance(rows)
-                scale = (var + module.eps).rsqrt()
+            x = _channels_and_positions(x.to(grad.dtype))
+            if module.training or module.running_mean is None:
+                # Gives the statistics of the forward pass bit for bit.
+                bias = module.bias
+                _, mean, scale = torch.native_batch_norm(x, module.weight, bias, None, None, True, 0.0, module.eps)
             else:
                 assert module.running_var is not None
                 mean, scale = module.running_mean, (module.running_var + module.eps).rsqrt()
-            assert mean is not None
-            assert scale is not None
-            product = _inner_products(grads, rows)
-            columns.append(((product - mean * shift) * scale).to(grad.dtype))  # the statistics of 16 bits have 32
+            product = torch.linalg.vecdot(grad, x)
+            columns.append(((product - mean * shift) * scale).to(grad.dtype))  # 16-bit x has 32-bit statistics
         if active[-1]:
             columns.append(shift)
         return Rows(batch.sums(torch.stack(columns, dim=-1))[None])
 
 
-def _saved_elsewhere() -> bool:
-    """Do saved tensors go through hooks, as with checkpoints? To ask for one would then run a part of the model. Torch
-    2.6 does not tell: there it is taken that they do."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is None or top(True) is not None
-
-
-def _inner_products(x: Tensor, y: Tensor) -> Tensor:
-    """sum_p x y of each sample and channel, [batch, channels], of two tensors [batch, channels, positions].
-
-    On a CPU torch.linalg.vecdot writes the product out; matrix products of four samples with each other, of which the
-    diagonal is taken, do four times the arithmetic in a quarter of the time.
-    """
-    if x.device.type != "cpu" or x.shape[-1] < 128:
-        return torch.linalg.vecdot(x, y)
-    pieces = zip(x.transpose(0, 1).split(4, dim=1), y.transpose(0, 1).split(4, dim=1), strict=True)
-    return torch.cat([torch.bmm(a, b.mT).diagonal(dim1=1, dim2=2) for a, b in pieces], dim=1).mT
-
-
-def _mean_and_variance(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each channel of [batch, channels, positions]: rows are summed fast, their sums added up in float64. On a CPU
-    torch.var_mean over all but the channels takes 20 times as long."""
-    count = x.shape[0] * x.shape[2]
-    mean = (x.sum(-1).to(wide(x)).sum(0) / count).to(x.dtype)
-    lengths = torch.linalg.vector_norm(x - mean[:, None], dim=-1)
-    return mean, lengths.to(wide(x)).square().sum(0) / count
+def _channels_and_positions(x: Tensor) -> Tensor:
+    """Reshapes x to [batch, channels, positions]."""
+    return x.flatten(2) if x.dim() > 2 else x[..., None]
 
 
 @register_layer(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 class InstanceNormRule(_ChannelNormRule):
-    """Scale and shift of the channels, where the layer has them: (channels, 2).
+    """Scale and shift of the channels, if the layer is affine: (channels, 2).
 
     Examples:
         >>> ngplus.NGPlus(nn.InstanceNorm2d(6, affine=True)).plan()[0].shape
         (6, 2)
     """
 
-    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
-        assert isinstance(module, _InstanceNorm)
-        if module.training or module.running_mean is None:
-            if x.dim() == module._get_no_batch_dim():
-                return F.instance_norm(x[None], eps=module.eps)[0]
-            return F.instance_norm(x, eps=module.eps)
-        shape = (-1, *[1] * (x.dim() - 2)) if x.dim() > module._get_no_batch_dim() else (-1, *[1] * (x.dim() - 1))
-        assert module.running_var is not None
-        scale = (module.running_var + module.eps).rsqrt().view(shape)
-        return (x - module.running_mean.view(shape)) * scale
+    def factors(self, module: Any, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
+        if grad.dim() == module._get_no_batch_dim():
+            grad, inputs = grad[None], tuple(None if x is None else x[None] for x in inputs)
+        return super().factors(module, inputs, grad, active, batch)
 
-    def by_feature(self, module: nn.Module, x: Tensor, batch: Batch) -> Tensor:
-        assert isinstance(module, _InstanceNorm)
-        if x.dim() == module._get_no_batch_dim():
-            x = x[None]
-        return super().by_feature(module, x, batch)
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
+        if module.training or module.running_mean is None:
+            return F.instance_norm(x, eps=module.eps)
+        return F.instance_norm(x, module.running_mean, module.running_var, use_input_stats=False, eps=module.eps)

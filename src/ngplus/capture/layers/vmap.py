@@ -1,8 +1,7 @@
-"""Modules that no rule knows: per-sample gradients by torch.func, where vmap can follow the module's forward.
+"""The rule of modules without a rule: per-sample gradients by torch.func, if vmap applies to the module's forward.
 
-It applies to a module with parameters of its own and no children that have any: calling it again on one sample at a
-time costs about as much as the module itself. Parameters of a larger module, such as a class token, get mini-batch
-curvature.
+It covers modules with parameters of their own whose children have none: another forward pass then costs about as much
+as the module itself. Bare parameters of larger modules, such as a class token, get mini-batch curvature.
 """
 
 from __future__ import annotations
@@ -18,14 +17,15 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
-from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample, Watcher
+from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample
 from ngplus.capture.layers.layout import Layout, MatrixSpec, kind_of
+from ngplus.capture.layers.watcher import Watcher
 from ngplus.capture.samples import Batch
 from ngplus.fisher.factors import Factors, Rows
 
 
 class UnknownModuleRule(LayerRule):
-    """A ``weight...`` joins the ``bias...`` of the same name; every other parameter is a matrix of its own.
+    """A ``weight...`` and the ``bias...`` of the same name form one matrix, every other parameter one of its own.
 
     Examples:
         >>> class Scale(nn.Module):  # nothing is registered for it
@@ -38,23 +38,19 @@ class UnknownModuleRule(LayerRule):
         'vmap'
     """
 
-    def matrices(self, module: nn.Module) -> list[MatrixSpec]:
+    def matrices(self, module: Any) -> list[MatrixSpec]:
         shapes = {name: p.shape for name, p in module._parameters.items() if p is not None}
-        specs, taken = [], set()
-        for name, shape in shapes.items():
-            partner = name.replace("weight", "bias")
-            if len(shape) < 2 or partner == name or shapes.get(partner) != shape[:1]:
-                continue
-            specs.append(MatrixSpec((name, partner)))
-            taken |= {name, partner}
-        for name, shape in shapes.items():
-            if name not in taken:
-                specs.append(MatrixSpec((name,), (kind_of(shape),)))
-        return specs
+        pairs = {
+            name: bias
+            for name, shape in shapes.items()
+            if (bias := name.replace("weight", "bias")) != name and len(shape) > 1 and shapes.get(bias) == shape[:1]
+        }
+        single = [name for name in shapes if name not in {*pairs, *pairs.values()}]
+        return [MatrixSpec(pair) for pair in pairs.items()] + [MatrixSpec((n,), (kind_of(shapes[n]),)) for n in single]
 
-    def watch(self, module: nn.Module, watcher: Watcher) -> list[Any]:
+    def watch(self, module: Any, watcher: Watcher) -> list[Any]:
         specs = self.matrices(module)
-        versions: dict[int, list[int]] = {}  # of the inputs of the call that each thread is in
+        versions: dict[int, list[int]] = {}  # of the inputs of each thread's current call
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             if any(watcher.recording(i) for i in range(len(specs))):
@@ -62,9 +58,7 @@ class UnknownModuleRule(LayerRule):
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
             given = (args, dict(kwargs))
-            leaves, tree = pytree.tree_flatten(given)
             changed = versions.pop(threading.get_ident(), None) not in (None, _versions(given))
-            tensors = tuple(x.detach() if isinstance(x, Tensor) else None for x in leaves)
             outputs = pytree.tree_leaves(output)
             found = [i for i, x in enumerate(outputs) if isinstance(x, Tensor) and x.requires_grad]
             for i, spec in enumerate(specs):
@@ -73,8 +67,8 @@ class UnknownModuleRule(LayerRule):
                 if changed:
                     watcher.refuse(i, f"{type(module).__name__} changes its inputs in place")
                 elif len(found) == 1:
-                    build = _Build(module, spec, leaves, tree, found[0])
-                    watcher.record(i, outputs[found[0]], tensors, build)
+                    build = _VmapBuild(module, spec, given, found[0])
+                    watcher.record(i, outputs[found[0]], build.tensors(given), build)
                 elif found:
                     watcher.refuse(i, f"{type(module).__name__} has several outputs")
 
@@ -84,91 +78,88 @@ class UnknownModuleRule(LayerRule):
         ]
 
 
-class _Build:
-    """G_i = d <f(W; x_i), g_i> / dW for each sample i, by vmap over the module's forward."""
+class _VmapBuild:
+    """Builds G_i = d <f(W; x_i), g_i> / dW for each sample i, by vmap over the module's forward.
 
-    def __init__(
-        self, module: nn.Module, spec: MatrixSpec, leaves: list[Any], tree: pytree.TreeSpec, output: int
-    ) -> None:
-        self.module, self.spec, self.tree, self.output = module, spec, tree, output
-        self.constants = [None if isinstance(x, Tensor) else x for x in leaves]
+    ``given`` are the arguments of the call, ``output`` is the index of the output tensor whose gradient arrives.
+    """
+
+    def __init__(self, module: nn.Module, spec: MatrixSpec, given: Any, output: int) -> None:
+        self._module, self._spec, self._output = module, spec, output
+        leaves, self._tree = pytree.tree_flatten(given)
+        self._positions = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self._constants = [None if isinstance(x, Tensor) else x for x in leaves]  # tensors are saved by the recorder
+
+    def tensors(self, given: Any) -> Inputs:
+        leaves = pytree.tree_leaves(given)
+        return tuple(leaves[i] for i in self._positions)
 
     def __call__(self, inputs: Inputs, gradient: Tensor, active: Active, batch: Batch) -> Factors:
-        dim = batch.dim
-        if dim == 0 and isinstance(self.module, nn.RNNBase) and not self.module.batch_first:
-            dim = 1
-        names = [name for name, on in zip(self.spec.names, active, strict=True) if on]
-        kinds = [kind for kind, on in zip(self.spec.kinds, active, strict=True) if on]
-        # Copies, since the module may change its weights, or a part of its inputs, in place once more.
-        own = (*self.module.named_parameters(), *self.module.named_buffers())
+        names, kinds = zip(
+            *((n, k) for n, k, on in zip(self._spec.names, self._spec.kinds, active, strict=True) if on), strict=True
+        )
+        # Copies, since the forward may change parameters, buffers or inputs in place.
+        own = (*self._module.named_parameters(), *self._module.named_buffers())
         state = {name: p.detach().clone() for name, p in own}
-        fixed = {name: p for name, p in state.items() if name not in names}
-        varied = {name: state[name] for name in names}
-        batched = dim is not None
-        if dim is None:
-            inputs, gradient, dim = tuple(None if x is None else x[None] for x in inputs), gradient[None], 0
+        varied = {name: state.pop(name) for name in names}
+        tensors = [x.clone() for x in inputs if x is not None]
+        batched, dim = batch.dim is not None, batch.dim or 0
+        if not batched:
+            tensors, gradient = [x[None] for x in tensors], gradient[None]
+        count = gradient.shape[dim]
+        in_dims = [dim if x.dim() > dim and x.shape[dim] == count else None for x in tensors]
+        if all(axis is None for axis in in_dims):
+            raise NotPerSample(f"no input of {type(self._module).__name__} shares the batch dimension of its output")
+        module = _without_hooks(self._module)
 
         def one(x: Tensor) -> Tensor:
-            """A sample as the module wants it: a batch of one, unless it has no batch dimension."""
+            """A sample as a batch of one, if the module has a batch dimension."""
             return x.unsqueeze(dim) if batched else x
 
-        count = gradient.shape[dim]
-        along = [None if x is None or x.dim() <= dim or x.shape[dim] != count else dim for x in inputs]
-
-        if all(axis is None for axis in along):
-            raise NotPerSample(f"no input of {type(self.module).__name__} shares the batch dimension of its output")
-        missing = [x is None for x in inputs]
-        bare = _without_hooks(self.module)
-
         def inner(params: dict[str, Tensor], tensors: list[Tensor], g: Tensor) -> Tensor:
-            leaves = [
-                constant if absent else x if axis is None else one(x)
-                for constant, absent, x, axis in zip(self.constants, missing, tensors, along, strict=True)
-            ]
-            args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-            output = functional_call(bare, {**fixed, **params}, args, kwargs)
-            return (pytree.tree_leaves(output)[self.output] * one(g)).sum()
+            leaves = list(self._constants)
+            for i, x, axis in zip(self._positions, tensors, in_dims, strict=True):
+                leaves[i] = x if axis is None else one(x)
+            args, kwargs = pytree.tree_unflatten(leaves, self._tree)
+            output = functional_call(module, {**state, **params}, args, kwargs)
+            return (pytree.tree_leaves(output)[self._output] * one(g)).sum()
 
-        tensors = [torch.zeros(()) if x is None else x.clone() for x in inputs]
         try:
             with torch.enable_grad():
-                per_row = vmap(grad(inner), in_dims=(None, along, dim))(varied, tensors, gradient)
-        except Exception as error:  # whatever vmap cannot follow
+                grads = vmap(grad(inner), in_dims=(None, in_dims, dim))(varied, tensors, gradient)
+        except Exception as error:  # whatever vmap does not support
             raise NotPerSample(f"vmap does not apply: {str(error).splitlines()[0]}") from error
         layout = Layout([varied[name].shape for name in names], kinds)
-        values = torch.stack([layout.join([per_row[n][i] for n in names])[0] for i in range(count)])
+        values = torch.stack([layout.join([grads[name][i] for name in names])[0] for i in range(count)])
         return Rows(batch.sums(values)[None])
 
 
 def _without_hooks(module: nn.Module) -> nn.Module:
-    """The same module to be called once more: hooks do not run again, and what it notes of a call stays as it was."""
+    """Copies a module without hooks. Attributes that the copy's forward changes stay as they are in the module."""
     bare = object.__new__(type(module))
-    seen: dict[int, Any] = {}
-    for name, value in module.__dict__.items():
-        bare.__dict__[name] = _copied(value, seen)
+    copies: dict[int, Any] = {}
+    bare.__dict__.update({name: _copy_containers(value, copies) for name, value in module.__dict__.items()})
     bare.__dict__["_modules"] = {name: child and _without_hooks(child) for name, child in module._modules.items()}
     for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         bare.__dict__[name] = OrderedDict()
     return bare
 
 
-def _copied(value: Any, seen: dict[int, Any]) -> Any:
-    """Containers with the containers in them; all else as it is. ``seen``: what has been copied already."""
+def _copy_containers(value: Any, copies: dict[int, Any]) -> Any:
+    """Copies lists, dicts and sets, and those inside of them; returns anything else as it is."""
     if not isinstance(value, MutableSequence | MutableMapping | MutableSet):
         return value
-    if id(value) in seen:
-        return seen[id(value)]
-    new: Any = copy.copy(value)
-    seen[id(value)] = new
-    places: Any = () if isinstance(value, MutableSet) else range(len(value))  # in a set there are no containers
-    for place in list(value) if isinstance(value, MutableMapping) else places:
-        inner = new[place]
-        if (copied := _copied(inner, seen)) is not inner:
-            new[place] = copied
-    return new
+    if id(value) not in copies:
+        new: Any = copy.copy(value)
+        copies[id(value)] = new
+        if isinstance(new, MutableMapping | MutableSequence):  # a set has no containers in it
+            for key, inner in list(new.items() if isinstance(new, MutableMapping) else enumerate(new)):
+                if (copied := _copy_containers(inner, copies)) is not inner:
+                    new[key] = copied
+    return copies[id(value)]
 
 
 def _versions(tree: Any) -> list[int]:
-    """How often each tensor has been changed in place."""
+    """The version of each tensor, which counts its changes in place."""
     tensors = [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor) and not x.is_inference()]
     return [x._version for x in tensors]

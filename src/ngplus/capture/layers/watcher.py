@@ -1,0 +1,118 @@
+"""The forward hooks on the modules, which pass inputs and outputs to the recorder."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ngplus.capture.layers.base import Build, Inputs
+from ngplus.capture.layers.embedding import ForAllSamples
+
+if TYPE_CHECKING:
+    from ngplus.capture.matrices import Use
+    from ngplus.capture.recorder import Recorder
+
+
+class Hook:
+    """Calls ``function`` as long as its recorder exists. Does nothing in a copied or unpickled module."""
+
+    def __init__(
+        self, recorder: weakref.ref[Recorder] | None = None, function: Callable[..., Any] | None = None
+    ) -> None:
+        self.recorder, self.function = recorder, function
+
+    def __call__(self, *args: Any) -> Any:
+        recorder = None if self.recorder is None else self.recorder()
+        if self.function is None or recorder is None:
+            return None
+        if torch.compiler.is_compiling():  # traced with the model: breaks the graph only if a refresh is due
+            return recorder.uncompiled(self.function, *args) if recorder.listening() else None
+        return self.function(*args)
+
+    def __deepcopy__(self, memo: Any) -> Hook:
+        return Hook()
+
+    def __reduce__(self) -> Any:
+        return Hook, ()
+
+
+class Watcher:
+    """Given to ``LayerRule.watch``: says whether to record a call of the module, and records it.
+
+    ``matrix`` is an index into the list that ``LayerRule.matrices`` returns.
+
+    Examples:
+        A rule for a module whose output is a tuple, its first element the result:
+
+        >>> class FirstOutput(ngplus.layers.LinearRule):
+        ...     def watch(self, module, watcher):
+        ...         def build(inputs, grad, active, batch):
+        ...             return self.factors(module, inputs, grad, active, batch)
+        ...         def after_forward(module, args, output):
+        ...             if watcher.recording(0):
+        ...                 watcher.record(0, output[0], (args[0],), build)
+        ...         return [module.register_forward_hook(watcher.hook(after_forward))]
+    """
+
+    def __init__(self, recorder: weakref.ref[Recorder], uses: dict[int, Use]) -> None:
+        self._recorder, self._uses = recorder, uses
+
+    def hook(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a hook so that it does nothing in a copy of the module."""
+        return Hook(self._recorder, function)
+
+    def recording(self, matrix: int) -> bool:
+        """Returns True if the current forward call is part of a refresh."""
+        recorder, use = self._recorder(), self._uses.get(matrix)
+        return recorder is not None and use is not None and recorder.recording(use.matrix)
+
+    def refuse(self, matrix: int, reason: str) -> None:
+        """Makes the matrix use mini-batch curvature."""
+        if matrix in self._uses:
+            self._uses[matrix].matrix.fall_back_at_step(reason)
+
+    def record(self, matrix: int, output: Tensor, inputs: Inputs, build: Build) -> None:
+        """Calls ``build(inputs, gradient, active, batch)`` when the gradient of ``output`` arrives."""
+        recorder, use = self._recorder(), self._uses.get(matrix)
+        if recorder is not None and use is not None and use.matrix.armed and use.matrix.source != "batch":
+            recorder.record(use, output, inputs, build)
+
+    def forward_hook(self, matrix: int) -> Callable[..., Any]:
+        """Returns the default forward hook, which calls ``inputs``, ``adapt`` and ``factors`` of the rule."""
+        use = self._uses[matrix]
+
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+            if not use.matrix.armed:  # the common case first
+                return None
+            recorder = self._recorder()
+            if recorder is None or not recorder.recording(use.matrix):
+                return None
+            inputs = use.rule.inputs(module, args, kwargs)
+            tensors = [x for x in inputs if x is not None]
+            if not tensors or not all(isinstance(x, Tensor) for x in (output, *tensors)):
+                self.refuse(matrix, f"{type(module).__name__} takes or gives what is no tensor")
+                return None
+            if not (use.active[0] or use.rule.bias_needs_input):
+                inputs = (None,) * len(inputs)
+            if not is_strided(output, *inputs):  # before the rule reads them
+                self.refuse(matrix, "its module takes or gives a sparse or nested tensor")
+                return None
+            adapted = use.rule.adapt(module, inputs, output, recorder.batch(use))
+            recorded = adapted
+            if isinstance(adapted, ForAllSamples):  # a lookup without a batch dimension
+                reason = "its output, the same for all samples, is used in other ways than to be added"
+                recorded, adapted.on_other_use = adapted.by_sample, partial(self.refuse, matrix, reason)
+            recorder.record(use, recorded, inputs, partial(use.rule.factors, module))
+            return None if adapted is output else adapted
+
+        return Hook(self._recorder, after)
+
+
+def is_strided(*tensors: Tensor | None) -> bool:
+    """Returns True if no tensor is sparse or nested."""
+    return all(x is None or (x.layout is torch.strided and not x.is_nested) for x in tensors)
