@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample, register_layer
 from ngplus.capture.layers.layout import MatrixSpec
 from ngplus.capture.samples import Batch
-from ngplus.fisher.factors import Bags, Factors, Lookup, as_lookup, mark
+from ngplus.fisher.factors import Bags, Factors, Lookup, as_lookup, tensor_version
 
 
 @register_layer(nn.Embedding)
@@ -76,7 +76,7 @@ class ForAllSamples(Tensor):
     def of(cls, whole: Tensor, samples: int) -> ForAllSamples:
         shared = whole.as_subclass(cls)
         shared.whole, shared.by_sample = whole, whole.expand(samples, *whole.shape[1:])
-        shared.made, shared.on_other_use = mark(whole), None
+        shared.made, shared.on_other_use = tensor_version(whole), None
         return shared
 
     @classmethod
@@ -85,7 +85,7 @@ class ForAllSamples(Tensor):
         shared = [x for x in leaves if isinstance(x, cls)]
         batches = {x.shape for x in leaves if isinstance(x, Tensor) and not isinstance(x, cls)}
         name = getattr(func, "__name__", "")
-        whole = all(x.made == mark(x.whole) for x in shared)
+        whole = all(x.made == tensor_version(x.whole) for x in shared)
         summed = whole and name in _ELEMENTWISE and all(x.by_sample.shape in batches for x in shared)
         plain = [x if not isinstance(x, cls) else x.by_sample if summed else x.whole for x in leaves]
         given, named = pytree.tree_unflatten(plain, tree)
