@@ -13,7 +13,7 @@ from types import ModuleType
 import ngplus
 
 ROOT = Path(__file__).resolve().parents[1]
-PUBLIC_MODULES = ("ngplus.baselines", "ngplus.layers", "ngplus.online", "ngplus.reference", "ngplus.schedules")
+PUBLIC_MODULES = ("ngplus.baselines", "ngplus.layers", "ngplus.reference", "ngplus.schedules")
 
 
 def tool(name: str) -> ModuleType:

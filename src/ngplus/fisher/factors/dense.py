@@ -17,7 +17,7 @@ CHUNK = 2**22  # entries that ``Outer.total`` computes at a time
 class Outer(Factors):
     """G_i = sum_p l_ip r_ip^T with l [groups, samples, positions, m] and r [groups, samples, positions, n].
 
-    With ``ones`` the right factor has an additional column of ones, for the bias, which is concatenated only where needed.
+    With ``ones`` the right factor has an additional column of ones, for the bias, concatenated only where needed.
     """
 
     left: Factor
