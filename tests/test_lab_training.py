@@ -25,7 +25,8 @@ pytest.importorskip("typer")
 
 from regression import Regression
 
-from ngplus.lab import optimizers, presets, runs, schedules, training, workloads
+from ngplus.lab import loop as training
+from ngplus.lab import optimizers, presets, runs, schedules, workloads
 from ngplus.lab.runs import Config, RunError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -121,7 +122,7 @@ def test_sigkill_at_random_moments_gives_the_same_curve(tmp_path: Path) -> None:
     """Real processes, real kills; the last one is left to end."""
     training.run(config(steps=300, evaluate_every=4), Tiny(), tmp_path / "whole")
     context = multiprocessing.get_context("forkserver")  # imports once, then forks
-    context.set_forkserver_preload(["torch.utils.tensorboard", "ngplus.lab.training", "ngplus.optimizers.ngplus"])
+    context.set_forkserver_preload(["torch.utils.tensorboard", "ngplus.lab.loop", "ngplus.optimizers.ngplus"])
     chance = random.Random(0)
     kills = 0
     for attempt in range(20):
@@ -409,7 +410,7 @@ TORCHRUN = """
 import sys
 sys.path.insert(0, {tests!r})
 from test_lab_training import Tiny, config
-from ngplus.lab import training
+from ngplus.lab import loop as training
 from pathlib import Path
 made = config("adamw", processes=2, steps=12)
 result = training.run(made, Tiny(), Path({folder!r}), resume=True)

@@ -273,9 +273,9 @@ def project_spectral(point: Tensor, weights: Tensor, radius: float, tolerance: f
     """argmin sum_i l_i ||z_i - v_i||^2 over ||Z||_2 <= r, for rows v_i of V and weights l_i (d x 1).
 
     ADMM on W = Z: W <- (L V + rho (Z - U)) / (L + rho), Z <- clip(W + U), U <- U + W - Z, where clip bounds the
-    singular values by r. rho U is in the normal cone at Z, so each iterate has a certificate; the iteration ends when it
-    is below ``tolerance`` times ||V||_L, and warns where that is not reached. rho is balanced at first and then constant, from
-    where on ADMM converges.
+    singular values by r. rho U is in the normal cone at Z, so each iterate has a certificate. The iteration ends when
+    it is below ``tolerance`` times ||V||_L, and warns where that is not reached. rho is balanced in the first iterations
+    and then constant, as the convergence of ADMM requires.
     """
     goal = tolerance * float((weights * point.square()).sum().sqrt())
     rho = float((weights.min() * weights.max()).sqrt())

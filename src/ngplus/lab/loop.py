@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from ngplus.lab import optimizers, processes, schedules
+from ngplus.lab.optimizer_wrappers import Trainer
 from ngplus.lab.runs import (
     FORMAT,
     Config,
@@ -163,7 +164,7 @@ class _Session:
         if self.world > 1:
             self.module = nn.parallel.DistributedDataParallel(self.model)
 
-    def _make(self, device: str) -> tuple[nn.Module, optimizers.Trainer]:
+    def _make(self, device: str) -> tuple[nn.Module, Trainer]:
         torch.manual_seed(self.config.seed)
         with with_settings(self.config.workload):
             model = self.task.model().to(device)
@@ -350,7 +351,7 @@ class _Session:
         write_atomically(self.folder / "checkpoint.pt", buffer.getvalue())
 
 
-def _train_step(task: Task, model: nn.Module, optimizer: optimizers.Trainer, batch: Any) -> float:
+def _train_step(task: Task, model: nn.Module, optimizer: Trainer, batch: Any) -> float:
     """The mean loss over all processes; :class:`Divergence` where it is not finite, before anything is changed."""
     optimizer.zero_grad()
     value = 0.0
@@ -372,7 +373,7 @@ def _train_step(task: Task, model: nn.Module, optimizer: optimizers.Trainer, bat
     return value
 
 
-def _check_health(optimizer: optimizers.Trainer) -> None:
+def _check_health(optimizer: Trainer) -> None:
     """:class:`Divergence` where a method has left the step out, in place of numbers that are not finite."""
     if (health := getattr(optimizer, "health", None)) is not None and health().skipped:
         raise Divergence("gradients that are not finite, or too large for their norm")
