@@ -274,8 +274,8 @@ def project_spectral(point: Tensor, weights: Tensor, radius: float, tolerance: f
 
     ADMM on W = Z: W <- (L V + rho (Z - U)) / (L + rho), Z <- clip(W + U), U <- U + W - Z, where clip bounds the
     singular values by r. rho U is in the normal cone at Z, so each iterate has a certificate. The iteration ends when
-    it is below ``tolerance`` times ||V||_L, and warns where that is not reached. rho is balanced in the first iterations
-    and then constant, as the convergence of ADMM requires.
+    it is below ``tolerance`` times ||V||_L, and warns where that is not reached. rho is balanced at first and then
+    constant, as the convergence of ADMM requires.
     """
     goal = tolerance * float((weights * point.square()).sum().sqrt())
     rho = float((weights.min() * weights.max()).sqrt())
