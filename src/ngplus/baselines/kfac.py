@@ -221,17 +221,10 @@ class KFAC(BaselineOptimizer):
         maximize: bool = False,
     ) -> None:
         defaults = {
-            "lr": lr,
-            "damping": damping,
-            "update_every": update_every,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "weight_decay": weight_decay,
-            "beta": beta,
-            "approx": approx,
-            "loss_reduction": loss_reduction,
+            "lr": lr, "damping": damping, "update_every": update_every, "momentum": momentum, "nesterov": nesterov,
+            "weight_decay": weight_decay, "beta": beta, "approx": approx, "loss_reduction": loss_reduction,
             "maximize": maximize,
-        }
+        }  # fmt: skip
         super().__init__(params, model, batch_dim, defaults)
 
     def _check(self, group: Mapping[str, Any]) -> None:

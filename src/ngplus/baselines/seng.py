@@ -159,18 +159,10 @@ class SENG(BaselineOptimizer):
         maximize: bool = False,
     ) -> None:
         defaults = {
-            "lr": lr,
-            "damping": damping,
-            "update_every": update_every,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "weight_decay": weight_decay,
-            "samples": samples,
-            "sketch": sketch,
-            "loss_reduction": loss_reduction,
-            "seed": seed,
-            "maximize": maximize,
-        }
+            "lr": lr, "damping": damping, "update_every": update_every, "momentum": momentum, "nesterov": nesterov,
+            "weight_decay": weight_decay, "samples": samples, "sketch": sketch, "loss_reduction": loss_reduction,
+            "seed": seed, "maximize": maximize,
+        }  # fmt: skip
         super().__init__(params, model, batch_dim, defaults)
 
     def _check(self, group: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from ngplus.capture.collector import Collector
 from ngplus.capture.layers.base import no_mixed_precision
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.diagnostics.health import FETCH_EVERY, Health
-from ngplus.distributed.collectives import Distributor, add_up
+from ngplus.distributed.collectives import Distributor, reduce_curvature
 from ngplus.fisher.inverses import Product
 from ngplus.optimizers.binding import MatrixOptimizer
 from ngplus.optimizers.gradients import agree, gradient_norms, gradient_parts
@@ -76,7 +76,7 @@ class BaseOptimizer(MatrixOptimizer):
         due = {id(m) for m in self._matrices if self._due(m)}  # k mod T == 0
         for distributor in self._distributors:  # L_k or R_k over all ranks
             asked = [m for m in distributor.matrices if id(m) in due and self._captures(self._group(m))]
-            self._share(distributor, add_up(distributor, collector, asked, self._of_param), collector, due)
+            self._share(distributor, reduce_curvature(distributor, collector, asked, self._of_param), collector, due)
         present = self._with_finite_gradients(collector)
         if present is None:
             return None
@@ -215,7 +215,7 @@ class BaseOptimizer(MatrixOptimizer):
             group, state, its_team = self._group(matrix), self.state[matrix.params[0]], self._distributor(matrix)
             if id(matrix) in due:
                 state["refreshed"] = self._measures(matrix)
-            if its_team is not None and not its_team.keeps(matrix):
+            if its_team is not None and not its_team.has_curvature(matrix):
                 continue
             parts, rows = gradient_parts(matrix, group, given.get(id(matrix)))
             if self._skip is not None:  # the device knows whether: moving averages take in zeros, parameters nothing

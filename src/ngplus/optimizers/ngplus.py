@@ -174,7 +174,7 @@ class NGPlus(BaseOptimizer):
         """Of a matrix that every rank keeps, the owner finds the inverse, and all get it."""
         if not isinstance(distributor, ReplicatedDistributor):
             return
-        shared = [matrix for matrix in estimate if distributor.shares(matrix)]
+        shared = [matrix for matrix in estimate if not distributor.is_remote(matrix)]
         solved: list[Solved | None] = []
         for matrix in shared:
             due.discard(id(matrix))
@@ -231,7 +231,7 @@ class NGPlus(BaseOptimizer):
         """
         matrix = self._find(which)
         group, distributor = self._group(matrix), self._distributor(matrix)
-        if distributor is not None and not distributor.keeps(matrix):
+        if distributor is not None and not distributor.has_curvature(matrix):
             raise RuntimeError(
                 f"The curvature of {matrix.name!r} is with its owner, number {distributor.owners[id(matrix)]} of the "
                 "ranks that share the work on it: ask there"

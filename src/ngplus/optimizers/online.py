@@ -110,15 +110,9 @@ class OnlineNGPlus(Optimizer):
         maximize: bool = False,
     ) -> None:
         defaults: dict[str, Any] = {
-            "alpha": alpha,
-            "eps": eps,
-            "radius": radius,
-            "ball": ball,
-            "norm": norm,
-            "side": side,
-            "tolerance": tolerance,
-            "maximize": maximize,
-        }
+            "alpha": alpha, "eps": eps, "radius": radius, "ball": ball, "norm": norm, "side": side,
+            "tolerance": tolerance, "maximize": maximize,
+        }  # fmt: skip
         _check(defaults)
         super().__init__(params, defaults)
 
