@@ -67,7 +67,7 @@ class BaseOptimizer(MatrixOptimizer):
                     params, left_out = update_parameters(group, directions, self.state, self._update_rule, self._skip)
                     self._faults.note("steps", [self._names[p] for p in params], left_out)
                 self._advance()  # k <- k + 1
-            self._faults.tell()
+            self._faults.emit_warnings()
         return loss
 
     def _directions(self) -> Directions | None:
@@ -111,7 +111,7 @@ class BaseOptimizer(MatrixOptimizer):
             for param, direction in zip(params, made, strict=True):
                 param.grad = like(param, direction)
             self._advance()
-        self._faults.tell()
+        self._faults.emit_warnings()
 
     # ---------------------------------------------------------------------------------------------- its parts
 
