@@ -296,12 +296,12 @@ def test_what_is_measured_at_the_end_is_kept(tmp_path: Path) -> None:
 def test_a_run_can_be_stopped_at_a_look() -> None:
     looks: list[int] = []
 
-    def on_look(step: int, value: float | None) -> str:
+    def on_evaluation(step: int, value: float | None) -> str:
         looks.append(step)
         assert value is not None
         return "enough" if step == 15 else ""
 
-    result = training.run(config("adam"), Tiny(), on_look=on_look)
+    result = training.run(config("adam"), Tiny(), on_evaluation=on_evaluation)
     assert (result.status, result.reason, result.step, looks) == ("stopped", "enough", 15, [5, 10, 15])
     assert not result.ended
 

@@ -200,11 +200,11 @@ class Told:
         self.steps = steps
         self.made: list[tuple[float, int, int]] = []
 
-    def __call__(self, config: runs.Config, *_: Any, on_look: Any, **options: Any) -> runs.Result:
+    def __call__(self, config: runs.Config, *_: Any, on_evaluation: Any, **options: Any) -> runs.Result:
         rate = round(config.hyper["lr"], 4)
         wanted = self.steps[rate, config.seed]
         for step in range(10, 101, 10):
-            reason = on_look(step, 1.0 if step >= wanted else 0.5)
+            reason = on_evaluation(step, 1.0 if step >= wanted else 0.5)
             if reason or step == 100:
                 break
         self.made.append((rate, config.seed, step))

@@ -149,7 +149,7 @@ def measured(workload: str, optimizer: str, preset: str, rate: float, seed: int,
         curve.append((step, None if value is None else float(f"{value:.5g}")))
         return ""
 
-    result = loop.run(config, settings.open_task(chosen, size, data), on_look=look, final=seed in SEEDS)
+    result = loop.run(config, settings.open_task(chosen, size, data), on_evaluation=look, final=seed in SEEDS)
     if not result.ended:
         raise SystemExit(f"{workload}, {optimizer} at {rate:.3g}: {result.status}")
     return {

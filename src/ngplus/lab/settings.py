@@ -32,12 +32,12 @@ def open_preset(
     if not math.isfinite(changes.get("target", 0.0)):
         raise ValueError(f"--target is a finite number, not {changes['target']}")
     size = replace(chosen.presets[preset], **changes)
-    held: dict[str, Any] = plain(size.options)
+    options: dict[str, Any] = plain(size.options)
     known = known_options(chosen, preset)
     for key, value in assignments(sets):
         if not is_hyper(key, optimizer, list(known), workload):
             *path, last = key.split(".")
-            place, sample = held, known
+            place, sample = options, known
             for part in path:
                 check_name(part, sample, f"group of options of {workload}")
                 place, sample = place.setdefault(part, {}), sample[part]
@@ -46,24 +46,24 @@ def open_preset(
             check_name(last, sample, f"option of {'.'.join([workload, *path])}")
             check_option(key, value, sample[last])
             place[last] = value
-    return chosen, replace(size, options=held)
+    return chosen, replace(size, options=options)
 
 
 def known_options(workload: Workload, preset: str) -> dict[str, Any]:
     """The options that a workload has, each with a value that shows its kind; None where anything may stand."""
-    held: dict[str, Any] = {}
+    known: dict[str, Any] = {}
     for size in (*workload.presets.values(), workload.presets[preset]):
-        held = _merged(held, size.options)
-    return _merged(held, workload.optional)
+        known = _merged(known, size.options)
+    return _merged(known, workload.optional)
 
 
-def _merged(held: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Both, group by group; where both have a value, the other's."""
     both = {
-        key: _merged(held[key], value) if isinstance(value, Mapping) and isinstance(held.get(key), Mapping) else value
+        key: _merged(first[key], value) if isinstance(value, Mapping) and isinstance(first.get(key), Mapping) else value
         for key, value in other.items()
     }
-    return {**held, **both}
+    return {**first, **both}
 
 
 def check_option(key: str, value: Any, sample: Any) -> None:
@@ -112,7 +112,7 @@ def configure(
 ) -> Config:
     """All settings of a run: the optimizer's defaults, over them the tuned ones, over them the user's.
 
-    With ``hyper`` in place of the tuned ones it is a trial, which a look may end: the first process alone looks.
+    ``hyper`` replaces the tuned ones in a trial. A trial runs in one process: only the first process evaluates.
     """
     from ngplus.lab import optimizers, processes, schedules
     from ngplus.lab.presets import Tuned, lookup
@@ -186,12 +186,12 @@ def assignments(sets: Sequence[str]) -> list[tuple[str, Any]]:
         if not equals or not key:
             raise ValueError(f"--set takes KEY=VALUE, as in --set width=32, not {text!r}")
         try:
-            held = json.loads(value)
+            parsed = json.loads(value)
         except (ValueError, RecursionError):
-            held = value
-        if isinstance(held, float) and not math.isfinite(held):
-            raise ValueError(f"--set {key} takes a finite number, not {held}")
-        pairs.append((key, held))
+            parsed = value
+        if isinstance(parsed, float) and not math.isfinite(parsed):
+            raise ValueError(f"--set {key} takes a finite number, not {parsed}")
+        pairs.append((key, parsed))
     return pairs
 
 

@@ -26,11 +26,10 @@ MORE_SEEDS = 2  # on which the best trials are run again
 
 @dataclass
 class Final:
-    """The runs of one of the best trials on the first seeds: their scores; and the sum of another's that this one could
-    not come below any more, where it was left off."""
+    """The scores of a finalist: one of the best trials, run on more seeds."""
 
     scores: list[float]
-    left_off: float = -1.0  # no sum is below 0
+    left_off: float = -1.0  # where it was stopped early: the sum of another finalist's scores that it could not beat
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,8 @@ class Plan:
 
     def final(self, trial: optuna.trial.FrozenTrial) -> Final | None:
         """The runs of a finalist; None before they have begun."""
-        held = self.study.user_attrs.get(f"final {trial.number}")
-        return None if held is None else Final(**held)
+        saved = self.study.user_attrs.get(f"final {trial.number}")
+        return None if saved is None else Final(**saved)
 
     def least(self) -> float:
         """The least sum of scores of a finalist that has all its runs."""
@@ -120,11 +119,11 @@ def narrowed(ranges: Mapping[str, Range], trials: Iterable[optuna.trial.FrozenTr
     """Learning rates that diverged, and half of the smallest of them, are not tried again; the range then reaches down
     to a hundredth of its end at least. How large a step may be depends on the scale of the loss."""
     diverged = [trial.params["lr"] for trial in trials if trial.user_attrs.get("diverged") and "lr" in trial.params]
-    held = dict(ranges)
-    if diverged and "lr" in held:
-        high = min(held["lr"].high, min(diverged) / 2)
-        held["lr"] = replace(held["lr"], low=min(held["lr"].low, high / 100), high=high)
-    return held
+    if not diverged or "lr" not in ranges:
+        return dict(ranges)
+    lr = ranges["lr"]
+    high = min(lr.high, min(diverged) / 2)
+    return {**ranges, "lr": replace(lr, low=min(lr.low, high / 100), high=high)}
 
 
 def open_study(storage: str, name: str, base: Config) -> optuna.Study:
@@ -137,15 +136,15 @@ def open_study(storage: str, name: str, base: Config) -> optuna.Study:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     url = storage if "://" in storage else f"sqlite:///{storage}"
     try:
-        held = optuna.create_study(study_name=name, storage=url, direction="minimize", load_if_exists=True)
-        settings = held.user_attrs.get("config")
+        study = optuna.create_study(study_name=name, storage=url, direction="minimize", load_if_exists=True)
+        settings = study.user_attrs.get("config")
         if settings is None:
-            held.set_user_attr("config", base.as_dict())
+            study.set_user_attr("config", base.as_dict())
     except Exception as error:  # each kind of storage has errors of its own
         raise ValueError(f"The storage {storage!r} cannot be opened: {error}") from error
     if settings is not None and (difference := base.difference(Config.from_dict(settings, Path(name)))):
         raise RunError(f"The storage has a study {name} of other runs: {difference}. --storage takes another one")
-    return held
+    return study
 
 
 def opening(optimizer: OptimizerEntry, place: int, ranges: Mapping[str, Range]) -> dict[str, float]:
@@ -170,7 +169,7 @@ def sampler(fixed: Mapping[str, float], *seed: int) -> optuna.samplers.BaseSampl
         tpe = optuna.samplers.TPESampler(
             seed=int(np.random.SeedSequence(seed).generate_state(1)[0]),  # numbers side by side give points apart
             n_startup_trials=len(OPENING),
-            constant_liar=True,  # trials that other processes are at count as bad ones: nobody looks there again
+            constant_liar=True,  # running trials of other processes count as bad ones
         )
         return optuna.samplers.PartialFixedSampler(dict(fixed), tpe) if fixed else tpe
 

@@ -33,7 +33,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in the folder, if there is one.")
     ] = False,
-    checkpoint_every: Annotated[int | None, typer.Option(min=1, help="Steps; at each look where not given.")] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps; at each evaluation where not given.")
+    ] = None,
     threads: options.Threads = None,
     device: options.Device = "cpu",
     presets: options.PresetFolder = None,

@@ -28,7 +28,7 @@ from ngplus.lab.study import (
 if TYPE_CHECKING:
     import optuna
 
-    from ngplus.lab.loop import OnLook
+    from ngplus.lab.loop import OnEvaluation
     from ngplus.lab.runs import Config, Result
     from ngplus.lab.workloads import Task
 
@@ -142,11 +142,11 @@ def make_trial(plan: Plan, patient: bool, task: Task, device: str, board: termin
     study.tell(trial, statistics.mean(scores))
 
 
-def make_run(config: Config, task: Task, device: str, board: terminal.Board, on_look: OnLook) -> Result:
+def make_run(config: Config, task: Task, device: str, board: terminal.Board, on_evaluation: OnEvaluation) -> Result:
     from ngplus.lab import loop
 
     on_step = board.start(config)
-    result = loop.run(config, task, device=device, on_step=on_step, on_look=on_look, final=False)
+    result = loop.run(config, task, device=device, on_step=on_step, on_evaluation=on_evaluation, final=False)
     if result.status == "interrupted":
         raise KeyboardInterrupt
     board.end(config, result)
@@ -174,7 +174,7 @@ def make_finals(plan: Plan, patient: bool, task: Task, device: str, board: termi
         plan.study.set_user_attr(f"final {trial.number}", asdict(final))
 
 
-def stopper(plan: Plan, trial: optuna.Trial, config: Config) -> OnLook:
+def stopper(plan: Plan, trial: optuna.Trial, config: Config) -> OnEvaluation:
     """Ends a run of which nothing more is to be learned: the rules of ``docs/laboratory.md``, the same for all."""
     scores = [t.value for t in plan.counted() if t.value is not None]
     alone = plan.seeds == 1 and plan.objective == "target"
@@ -182,7 +182,7 @@ def stopper(plan: Plan, trial: optuna.Trial, config: Config) -> OnLook:
     better = sorted(scores)[plan.finalists - 1] if len(scores) >= plan.finalists else 1.0
     enough = config.steps * min(1.0, better) if alone else math.inf
 
-    def on_look(step: int, value: float) -> str:
+    def on_evaluation(step: int, value: float) -> str:
         if not alone:
             return ""
         if config.reached(value):
@@ -192,29 +192,29 @@ def stopper(plan: Plan, trial: optuna.Trial, config: Config) -> OnLook:
             return ""
         return BEATEN if step >= enough else BEHIND if trial.should_prune() else ""
 
-    return limited(plan.limit, on_look)
+    return limited(plan.limit, on_evaluation)
 
 
-def final_stopper(plan: Plan, config: Config, least: float) -> OnLook:
+def final_stopper(plan: Plan, config: Config, least: float) -> OnEvaluation:
     """Ends a finalist's run at the target, or when its score cannot be below ``least`` any more."""
 
-    def on_look(step: int, value: float) -> str:
+    def on_evaluation(step: int, value: float) -> str:
         if plan.objective != "target":
             return ""
         if config.reached(value):
             return "target reached"
         return BEATEN if step < config.steps and step >= config.steps * least else ""
 
-    return limited(plan.limit, on_look)
+    return limited(plan.limit, on_evaluation)
 
 
-def limited(limit: float | None, on_look: Callable[[int, float], str]) -> OnLook:
-    """``on_look`` for looks that have seen the measure; and an end after ``limit`` CPU seconds."""
+def limited(limit: float | None, on_evaluation: Callable[[int, float], str]) -> OnEvaluation:
+    """Calls ``on_evaluation`` where the measure is known, and ends the run after ``limit`` CPU seconds."""
     start = time.process_time()
 
-    def look(step: int, value: float | None) -> str:
+    def evaluated(step: int, value: float | None) -> str:
         if limit is not None and time.process_time() - start > limit:
             return "out of time"
-        return "" if value is None else on_look(step, value)
+        return "" if value is None else on_evaluation(step, value)
 
-    return look
+    return evaluated
