@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import ngplus
-from ngplus import online
-from ngplus.online import project, woodbury_update
+from ngplus.optimizers import online
+from ngplus.optimizers.online import project, woodbury_update
 
 
 def spd(d: int, condition: float, seed: int = 0) -> Tensor:

@@ -11,7 +11,7 @@ import sys
 import ngplus
 from helpers.project import ROOT, load_tool
 
-PUBLIC_MODULES = ("ngplus.baselines", "ngplus.layers", "ngplus.online", "ngplus.reference", "ngplus.schedules")
+PUBLIC_MODULES = ("ngplus.baselines", "ngplus.layers", "ngplus.reference", "ngplus.schedules")
 
 
 interface = load_tool("public_interface")

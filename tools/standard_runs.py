@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from ngplus.lab import train, training, workloads
-from ngplus.lab.tune import TUNING_SEED
+from ngplus.lab import loop, settings, workloads
+from ngplus.lab.study import TUNING_SEED
 
 WORKLOADS = ("shakespeare", "multi30k", "cifar10", "qm9", "materials")
 BASELINE, RIVALS = "adamw", ("adamw", "soap", "muon")
@@ -141,15 +141,15 @@ def higher_is_better(workload: str) -> bool:
 def measured(workload: str, optimizer: str, preset: str, rate: float, seed: int, data: Path | None) -> Row:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    chosen, size = train.open_preset(workload, preset, {}, [], None)
-    config = train.configure(chosen, preset, size, optimizer, seed=seed, lr=rate)
+    chosen, size = settings.open_preset(workload, preset, {}, [], None)
+    config = settings.configure(chosen, preset, size, optimizer, seed=seed, lr=rate)
     curve: list[tuple[int, float | None]] = []
 
     def look(step: int, value: float | None) -> str:
         curve.append((step, None if value is None else float(f"{value:.5g}")))
         return ""
 
-    result = training.run(config, train.open_task(chosen, size, data), on_look=look, final=seed in SEEDS)
+    result = loop.run(config, settings.open_task(chosen, size, data), on_evaluation=look, final=seed in SEEDS)
     if not result.ended:
         raise SystemExit(f"{workload}, {optimizer} at {rate:.3g}: {result.status}")
     return {

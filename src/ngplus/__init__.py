@@ -3,15 +3,16 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ngplus import layers, online, reference, schedules
+from ngplus import layers, reference, schedules
 from ngplus.capture.layers import register_layer
 from ngplus.diagnostics.gfim import gfim
 from ngplus.diagnostics.health import Health, HealthWarning, LayerHealth
 from ngplus.diagnostics.load import Load
 from ngplus.diagnostics.plan import Plan, PlanRow
-from ngplus.online import OnlineNGPlus
+from ngplus.optimizers import online
 from ngplus.optimizers.ngadam import NGAdam
 from ngplus.optimizers.ngplus import NGPlus
+from ngplus.optimizers.online import OnlineNGPlus
 from ngplus.optimizers.preconditioner import Preconditioner
 from ngplus.preconditioners.curvature import Curvature
 
@@ -43,7 +44,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The rivals are imported when they are asked for."""
+    """Imports the baselines on first use."""
     if name == "baselines":
         return importlib.import_module("ngplus.baselines")
     raise AttributeError(f"module 'ngplus' has no attribute {name!r}")

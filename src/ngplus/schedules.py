@@ -1,4 +1,4 @@
-"""Schedules of the damping lambda, which lives in the parameter groups as the learning rate does.
+"""Schedules of the damping lambda, an option of the parameter groups like the learning rate.
 
 For learning rates take torch.optim.lr_scheduler: the paper's strategies are PolynomialLR (its "exponential" one,
 a0 (1 - epoch/max_epoch)^rate), CosineAnnealingLR with eta_min=0.001, and LinearLR before them in a SequentialLR for the
@@ -21,7 +21,7 @@ class HasGroups(Protocol):
 
 
 def _initial(group: dict[str, Any]) -> float:
-    """The damping that a group began with; a group added later begins when the schedule first sees it."""
+    """The initial damping of a group; that of a group added later is the one at the next call of the schedule."""
     if "damping" not in group:
         raise ValueError("The optimizer has no damping to schedule: damping schedules are for NGPlus, KFAC and SENG")
     if "initial_damping" not in group:
@@ -36,8 +36,7 @@ def _initial(group: dict[str, Any]) -> float:
 class LambdaDamping:
     """damping = initial damping * factor(epoch), for each parameter group.
 
-    ``step()`` counts one unit on, like a torch scheduler; ``step(epoch)`` sets it, so that a fraction of an epoch can
-    be given in every iteration.
+    ``step()`` advances by one epoch, like a torch scheduler; ``step(epoch)`` sets the epoch, which may be a fraction.
 
     Examples:
         >>> optimizer = ngplus.NGPlus(nn.Linear(3, 2), damping=0.4)
@@ -54,7 +53,7 @@ class LambdaDamping:
         self._set()
 
     def step(self, epoch: float | None = None) -> None:
-        """One epoch on, or to the given one."""
+        """Advances by one epoch, or to the given one."""
         self.epoch = self.epoch + 1.0 if epoch is None else float(epoch)
         self._set()
 
@@ -67,11 +66,11 @@ class LambdaDamping:
         return [group["damping"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, for a checkpoint; the factor is not in it."""
+        """The epoch, without the factor."""
         return {"epoch": self.epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a checkpoint's epoch, and sets the damping."""
+        """Sets the epoch and the damping."""
         self.epoch = float(state_dict["epoch"])
         self._set()
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from helpers import layer_cases as layers
 from helpers import reference as ref
 from helpers.steps import LAMBDA, plain, update_of
-from ngplus.baselines import SENG
-from ngplus.baselines import seng as seng_module
+from ngplus.baselines import SENG, columns
 from ngplus.fisher.factors import Lookup, Outer, Rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,15 +71,15 @@ def parts() -> dict[str, Any]:
 
 @pytest.mark.parametrize("chunk_bytes", [1, 2000, 2**20])
 def test_products_of_all_kinds_of_parts(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
-    monkeypatch.setattr(seng_module, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(columns, "CHUNK_BYTES", chunk_bytes)
     dense = {name: part.gradients(slice(None), torch.float64).flatten(2)[0] for name, part in parts().items()}
     gradient, z = torch.randn(1, 5, 6, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
     for name, a in parts().items():
-        assert torch.allclose(seng_module.against(a, gradient), dense[name] @ gradient.flatten())
+        assert torch.allclose(columns.inner_with(a, gradient), dense[name] @ gradient.flatten())
         sum_of = (z[: a.samples] @ dense[name]).view(1, 5, 6)
-        assert torch.allclose(seng_module.combine(a, z[: a.samples]), sum_of)
+        assert torch.allclose(columns.combine(a, z[: a.samples]), sum_of)
         for other, b in parts().items():
-            assert torch.allclose(seng_module.inner_products(a, b), dense[name] @ dense[other].T), (name, other)
+            assert torch.allclose(columns.inner_products(a, b), dense[name] @ dense[other].T), (name, other)
 
 
 def test_factors_are_kept_where_they_are_smaller() -> None:
@@ -131,11 +130,11 @@ def test_the_sketch_solves_the_smaller_problem() -> None:
 
 def test_the_sketched_gram_is_unbiased() -> None:
     part = parts()["many"]
-    exact = seng_module.gram_of([(0, part)])
+    exact = columns.gram([(0, part)])
     mean = torch.zeros_like(exact)
     for seed in range(400):
-        kept = seng_module._choose([(0, part)], 3, seed)
-        mean += seng_module.gram_of([(0, seng_module._sketched(part, *kept))]) / 400
+        kept = columns.choose_sketch([(0, part)], 3, seed)
+        mean += columns.gram([(0, columns.sketched(part, *kept))]) / 400
     assert ref.relative_error(mean, exact) < 0.1
 
 

@@ -25,7 +25,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ngplus import lab
-from ngplus.lab import collection, presets, runs, train, training, workloads
+from ngplus.lab import collection, loop, presets, runs, terminal, workloads
 from ngplus.lab.cli import app
 from ngplus.lab.workloads.digits import Digits
 
@@ -73,13 +73,13 @@ def test_what_cannot_be_done_is_said_in_a_line_and_leaves_no_folder(arguments: l
 
 
 def test_ctrl_c_is_told_by_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = training._train_step
+    real = loop._train_step
 
     def interrupted(*arguments: Any) -> float:
         signal.raise_signal(signal.SIGINT)
         return real(*arguments)
 
-    monkeypatch.setattr(training, "_train_step", interrupted)
+    monkeypatch.setattr(loop, "_train_step", interrupted)
     assert "the same command with --resume" in ngplus("train", "digits", *SHORT, code=130)
     said = ngplus("compare", "digits", "--optimizers", "sgd,adam", "--seeds", "1", *SHORT, code=130)
     assert "the same command goes on" in said
@@ -118,14 +118,14 @@ def test_compare_keeps_what_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == ["ngplus-seed0", "ngplus-seed1", "sgd-seed0", "sgd-seed1"]
     (Path("runs/digits-small/sgd-seed1") / "result.json").unlink()
     steps: list[str] = []
-    real = training._Session
+    real = loop._Session
 
     class Counted(real):  # type: ignore[valid-type, misc]
         def __init__(self, config: Any, *rest: Any) -> None:
             steps.append(f"{config.optimizer}-seed{config.seed}")
             super().__init__(config, *rest)
 
-    monkeypatch.setattr(training, "_Session", Counted)
+    monkeypatch.setattr(loop, "_Session", Counted)
     ngplus(*arguments)
     assert steps == ["sgd-seed1"]
     said = ngplus(*arguments, "--warmup", "1", code=2)
@@ -139,7 +139,7 @@ def test_a_narrow_terminal_cuts_no_name(monkeypatch: pytest.MonkeyPatch) -> None
     arguments = ["compare", "digits", "--optimizers", "shampoo,adam", "--seeds", "2", *SHORT]
     assert "best" in ngplus(*arguments)
     for width, gone, kept in ((96, "best", "state"), (80, "best", "ms a step"), (66, "ms a step", "at the end")):
-        monkeypatch.setattr(train, "make_console", lambda width=width: Console(width=width))
+        monkeypatch.setattr(terminal, "make_console", lambda width=width: Console(width=width))
         table = ngplus(*arguments).partition("┏")[2].partition("└")[0]
         assert "shampoo" in table
         assert "…" not in table
@@ -182,7 +182,7 @@ def test_compare_tells_of_runs_that_other_code_has_made() -> None:
 def test_the_digest_is_that_of_the_code_a_curve_comes_from(tmp_path: Path) -> None:
     def digest(number: int, **files: str) -> str:
         package = tmp_path / str(number) / "ngplus"
-        for name in ("solve", "layers/conv", "lab/training", "lab/schedules", "lab/workloads/digits", "lab/bench/rows"):
+        for name in ("solve", "layers/conv", "lab/loop", "lab/schedules", "lab/workloads/digits", "lab/bench/rows"):
             path = package / f"{name}.py"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(files.get(name.rpartition("/")[2], "pass"))
@@ -190,7 +190,7 @@ def test_the_digest_is_that_of_the_code_a_curve_comes_from(tmp_path: Path) -> No
 
     plain = digest(0)
     assert digest(1) == plain == digest(2, rows="1")
-    for number, name in enumerate(("solve", "conv", "training", "schedules", "digits"), 3):
+    for number, name in enumerate(("solve", "conv", "loop", "schedules", "digits"), 3):
         assert digest(number, **{name: "1"}) != plain
     assert len(runs.code_digest()) == 12
 
@@ -209,7 +209,7 @@ def test_runs_that_diverge_are_recorded_and_the_others_go_on(monkeypatch: pytest
         assert " 0 B" not in said
         assert "adam (1 diverged)" in said
         assert len(collection.find([Path("runs")])) == 5
-        monkeypatch.setitem(optimizers.RIVALS["sgd"].defaults, "lr", 1e30)  # type: ignore[arg-type]
+        monkeypatch.setitem(optimizers.OPTIMIZERS["sgd"].defaults, "lr", 1e30)  # type: ignore[arg-type]
         ngplus("tune", "digits", "-o", "sgd", "--trials", "2", *SHORT)
     assert trials_of("sgd")[0]["score"] == 10.0
     assert len(trials_of("sgd")) == 2

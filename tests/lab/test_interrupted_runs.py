@@ -18,7 +18,7 @@ pytest.importorskip("typer")
 
 from tiny_runs import Killed, Tiny, assert_same_ending, checkpoint, config, curve, kill_at
 
-from ngplus.lab import optimizers, runs, training
+from ngplus.lab import loop, optimizers, runs
 from ngplus.lab.runs import RunError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,11 +34,11 @@ def test_every_optimizer_goes_on_bit_for_bit(optimizer: str, tmp_path: Path) -> 
     if optimizer in ("kfac", "seng"):
         pytest.importorskip("ngplus.baselines")
     made = config(optimizer)
-    training.run(made, Tiny(), tmp_path / "whole")
+    loop.run(made, Tiny(), tmp_path / "whole")
     with pytest.raises(Killed):
-        training.run(made, Tiny(), tmp_path / "cut", on_step=kill_at(18), checkpoint_every=7)
+        loop.run(made, Tiny(), tmp_path / "cut", on_step=kill_at(18), checkpoint_every=7)
     assert checkpoint(tmp_path / "cut")["step"] == 14
-    training.run(made, Tiny(), tmp_path / "cut", resume=True, checkpoint_every=7)
+    loop.run(made, Tiny(), tmp_path / "cut", resume=True, checkpoint_every=7)
     assert_same_ending(tmp_path / "cut", tmp_path / "whole")
     first, last = (curve(tmp_path / "whole")[k]["loss"] for k in (0, -1))
     assert last != first  # it trains
@@ -46,15 +46,15 @@ def test_every_optimizer_goes_on_bit_for_bit(optimizer: str, tmp_path: Path) -> 
 
 def killed_process(folder: str) -> None:
     torch.set_num_threads(1)
-    training.run(config(steps=300, evaluate_every=4), Tiny(), Path(folder), resume=True, checkpoint_every=3)
+    loop.run(config(steps=300, evaluate_every=4), Tiny(), Path(folder), resume=True, checkpoint_every=3)
 
 
 @pytest.mark.skipif("forkserver" not in multiprocessing.get_all_start_methods(), reason="needs a POSIX system")
 def test_sigkill_at_random_moments_gives_the_same_curve(tmp_path: Path) -> None:
     """Real processes, real kills; the last one is left to end."""
-    training.run(config(steps=300, evaluate_every=4), Tiny(), tmp_path / "whole")
+    loop.run(config(steps=300, evaluate_every=4), Tiny(), tmp_path / "whole")
     context = multiprocessing.get_context("forkserver")  # imports once, then forks
-    context.set_forkserver_preload(["torch.utils.tensorboard", "ngplus.lab.training", "ngplus.optimizers.ngplus"])
+    context.set_forkserver_preload(["torch.utils.tensorboard", "ngplus.lab.loop", "ngplus.optimizers.ngplus"])
     chance = random.Random(0)
     kills = 0
     for attempt in range(20):
@@ -95,12 +95,12 @@ def test_a_checkpoint_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: 
 
 
 def test_metrics_past_the_checkpoint_and_a_torn_line_are_dropped(tmp_path: Path) -> None:
-    training.run(config(), Tiny(), tmp_path / "whole")
+    loop.run(config(), Tiny(), tmp_path / "whole")
     with pytest.raises(Killed):
-        training.run(config(), Tiny(), tmp_path / "cut", on_step=kill_at(17))
+        loop.run(config(), Tiny(), tmp_path / "cut", on_step=kill_at(17))
     with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 17, "sec')
-    training.run(config(), Tiny(), tmp_path / "cut", resume=True)
+    loop.run(config(), Tiny(), tmp_path / "cut", resume=True)
     assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
 
 
@@ -108,7 +108,7 @@ def test_metrics_past_the_checkpoint_and_a_torn_line_are_dropped(tmp_path: Path)
 def test_a_damaged_checkpoint_is_refused_by_name(damage: str, tmp_path: Path) -> None:
     made = config()
     with pytest.raises(Killed):
-        training.run(made, Tiny(), tmp_path, on_step=kill_at(12))
+        loop.run(made, Tiny(), tmp_path, on_step=kill_at(12))
     path = tmp_path / "checkpoint.pt"
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-200])
@@ -127,7 +127,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(damage: str, tmp_path: Path) ->
         torch.save(Evil(), path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     with pytest.raises(RunError, match=r"(?s)checkpoint\.pt.* train --resume or compare begins the run anew"):
-        training.run(made, Tiny(), tmp_path, resume=True)
+        loop.run(made, Tiny(), tmp_path, resume=True)
     assert not (tmp_path / "ran").exists()
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
@@ -138,20 +138,20 @@ def test_ctrl_c_ends_after_the_step_with_what_was_measured(tmp_path: Path) -> No
             signal.raise_signal(signal.SIGINT)
 
     before = signal.getsignal(signal.SIGINT)
-    result = training.run(config(), Tiny(), tmp_path / "cut", on_step=interrupt)
+    result = loop.run(config(), Tiny(), tmp_path / "cut", on_step=interrupt)
     assert signal.getsignal(signal.SIGINT) is before
     assert (result.status, result.step) == ("interrupted", 13)
     assert curve(tmp_path / "cut")[-1]["step"] == 13
-    assert training.run(config(), Tiny(), tmp_path / "cut", resume=True).status == "finished"
-    training.run(config(), Tiny(), tmp_path / "whole")
+    assert loop.run(config(), Tiny(), tmp_path / "cut", resume=True).status == "finished"
+    loop.run(config(), Tiny(), tmp_path / "whole")
     assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("gone", ["config.json", "metrics.jsonl"])
 def test_an_ended_run_of_which_a_file_is_gone_is_not_taken_for_another(gone: str, tmp_path: Path) -> None:
-    training.run(config(), Tiny(), tmp_path / "run")
+    loop.run(config(), Tiny(), tmp_path / "run")
     (tmp_path / "run" / gone).unlink()
     for made in (config(), config(seed=1)):
         with pytest.raises(RunError, match=rf"without its {gone}.* Remove the run's folder, or let compare --fresh"):
-            training.run(made, Tiny(), tmp_path / "run", resume=True)
+            loop.run(made, Tiny(), tmp_path / "run", resume=True)
     assert not (tmp_path / "run" / gone).exists()

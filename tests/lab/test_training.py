@@ -21,7 +21,7 @@ pytest.importorskip("typer")
 
 from tiny_runs import Tiny, checkpoint, config
 
-from ngplus.lab import optimizers, runs, training, workloads
+from ngplus.lab import loop, optimizers, runs, workloads
 from ngplus.lab.runs import RunError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,13 +33,13 @@ def test_divergence_is_recorded_and_the_run_has_ended(tmp_path: Path) -> None:
             return super().loss(model, batch) + model[0].weight.exp().sum()  # type: ignore[union-attr, operator]
 
     made = config("sgd", hyper={"lr": 1e6})
-    result = training.run(made, Explodes(), tmp_path)
+    result = loop.run(made, Explodes(), tmp_path)
     assert result.status == "diverged"
     assert "loss" in result.reason
     assert result.step < made.steps
     content = json.loads((tmp_path / "result.json").read_text())  # strict JSON, without NaN
     assert content["status"] == "diverged"
-    assert training.run(made, Explodes(), tmp_path, resume=True) == result
+    assert loop.run(made, Explodes(), tmp_path, resume=True) == result
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -54,7 +54,7 @@ def test_a_step_that_ngplus_leaves_out_is_a_divergence() -> None:
 
         steps = 0
 
-    result = training.run(config("ngplus"), Huge())
+    result = loop.run(config("ngplus"), Huge())
     assert (result.status, result.step < 30) == ("diverged", True)
     assert "not finite" in result.reason
 
@@ -64,7 +64,7 @@ def test_a_factorisation_that_fails_is_a_divergence(monkeypatch: pytest.MonkeyPa
         raise torch.linalg.LinAlgError("not positive definite")
 
     monkeypatch.setattr(torch.optim.SGD, "step", broken)
-    result = training.run(config("sgd"), Tiny())
+    result = loop.run(config("sgd"), Tiny())
     assert (result.status, result.step) == ("diverged", 0)
     assert "positive definite" in result.reason
 
@@ -76,7 +76,7 @@ class WithOption(Tiny):
 
 def test_an_option_that_the_model_does_not_have_is_named() -> None:
     with pytest.raises(RunError, match=r"tiny with these settings: .*widht"):
-        training.run(config(), WithOption())
+        loop.run(config(), WithOption())
 
 
 class Scored(Tiny):
@@ -85,64 +85,64 @@ class Scored(Tiny):
 
 
 def test_what_is_measured_at_the_end_is_kept(tmp_path: Path) -> None:
-    result = training.run(config("adam"), Scored(), tmp_path / "run")
+    result = loop.run(config("adam"), Scored(), tmp_path / "run")
     held = checkpoint(tmp_path / "run")["model"]
     want = math.sqrt(sum(float(x.square().sum()) for x in held.values()))
     assert result.scores["length"] == pytest.approx(want, rel=1e-5)
     assert runs.load(tmp_path / "run").result == result
-    assert training.run(config("adam"), Scored(), final=False).scores == {}
-    assert training.run(config("sgd", hyper={"lr": 1e30}), Scored()).scores == {}  # it did not get to its end
+    assert loop.run(config("adam"), Scored(), final=False).scores == {}
+    assert loop.run(config("sgd", hyper={"lr": 1e30}), Scored()).scores == {}  # it did not get to its end
 
 
 def test_a_run_can_be_stopped_at_a_look() -> None:
     looks: list[int] = []
 
-    def on_look(step: int, value: float | None) -> str:
+    def on_evaluation(step: int, value: float | None) -> str:
         looks.append(step)
         assert value is not None
         return "enough" if step == 15 else ""
 
-    result = training.run(config("adam"), Tiny(), on_look=on_look)
+    result = loop.run(config("adam"), Tiny(), on_evaluation=on_evaluation)
     assert (result.status, result.reason, result.step, looks) == ("stopped", "enough", 15, [5, 10, 15])
     assert not result.ended
 
 
 def test_an_ended_run_is_not_made_again(tmp_path: Path) -> None:
-    first = training.run(config(), Tiny(), tmp_path)
+    first = loop.run(config(), Tiny(), tmp_path)
     written = {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir() if p.name != ".lock"}
 
     class Broken(Tiny):
         def model(self) -> nn.Module:
             raise AssertionError
 
-    assert training.run(config(), Broken(), tmp_path) == first
+    assert loop.run(config(), Broken(), tmp_path) == first
     assert written == {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir() if p.name != ".lock"}
 
 
 def test_another_run_in_the_folder_is_an_error(tmp_path: Path) -> None:
-    training.run(config(), Tiny(), tmp_path)
+    loop.run(config(), Tiny(), tmp_path)
     with pytest.raises(RunError, match="seed 0 there and 1 now"):
-        training.run(config(seed=1), Tiny(), tmp_path, resume=True)
+        loop.run(config(seed=1), Tiny(), tmp_path, resume=True)
 
 
 def test_settings_that_are_refused_do_not_take_the_folder(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="learning rate"):
-        training.run(config("adam", hyper={"lr": -1.0}), Tiny(), tmp_path)
+        loop.run(config("adam", hyper={"lr": -1.0}), Tiny(), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} <= {".lock"}
     runs.write_json(
         tmp_path / "config.json", config(seed=5).as_dict()
     )  # as of a run that was killed before its first look
-    assert training.run(config("adam"), Tiny(), tmp_path).status == "finished"
+    assert loop.run(config("adam"), Tiny(), tmp_path).status == "finished"
     assert runs.load(tmp_path).config == config("adam")
 
 
 def test_two_processes_do_not_share_a_run(tmp_path: Path) -> None:
     with runs.locked(tmp_path), pytest.raises(runs.Busy):
-        training.run(config(), Tiny(), tmp_path)
+        loop.run(config(), Tiny(), tmp_path)
 
 
 def test_the_folder_has_what_it_promises(tmp_path: Path) -> None:
-    result = training.run(config(target=1e9), Tiny(), tmp_path)
+    result = loop.run(config(target=1e9), Tiny(), tmp_path)
     run = runs.load(tmp_path)
     assert run.result == result
     assert run.config == config(target=1e9)
@@ -160,13 +160,13 @@ def test_time_leaves_out_the_evaluation() -> None:
             return super().evaluate(model)
 
     start = time.perf_counter()
-    result = training.run(config(evaluate_every=2), Slow())
+    result = loop.run(config(evaluate_every=2), Slow())
     assert time.perf_counter() - start > 16 * 0.05
     assert result.seconds < 0.5 * (time.perf_counter() - start)
 
 
 def test_time_leaves_out_the_look_at_the_methods_health(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = training._check_health
+    real = loop._check_health
 
     def slow(optimizer: optimizers.Trainer) -> None:
         time.sleep(0.05)
@@ -174,7 +174,7 @@ def test_time_leaves_out_the_look_at_the_methods_health(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(training, "_check_health", slow)
     start = time.perf_counter()
-    result = training.run(config(steps=10), Tiny())
+    result = loop.run(config(steps=10), Tiny())
     assert result.seconds < time.perf_counter() - start - 10 * 0.05
 
 
@@ -191,7 +191,7 @@ def test_parts_of_a_batch_give_the_whole_batchs_step() -> None:
     class PartsNoDropout(Parts, NoDropout):
         pass
 
-    whole, parts = training.run(config(), NoDropout()), training.run(config(), PartsNoDropout())
+    whole, parts = loop.run(config(), NoDropout()), loop.run(config(), PartsNoDropout())
     assert whole.final == pytest.approx(parts.final, rel=1e-4)
 
 
@@ -201,10 +201,10 @@ TORCHRUN = """
 import sys
 sys.path[:0] = {tests!r}
 from tiny_runs import Tiny, config
-from ngplus.lab import training
+from ngplus.lab import loop
 from pathlib import Path
 made = config("adamw", processes=2, steps=12)
-result = training.run(made, Tiny(), Path({folder!r}), resume=True)
+result = loop.run(made, Tiny(), Path({folder!r}), resume=True)
 assert result.status == "finished"
 """
 

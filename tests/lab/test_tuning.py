@@ -17,7 +17,7 @@ pytest.importorskip("pytorch_optimizer")
 
 from commands import SHORT, ngplus, trials_of
 
-from ngplus.lab import runs, train, training
+from ngplus.lab import loop, runs, settings
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -50,7 +50,7 @@ def test_a_storage_is_a_local_file_or_a_url(monkeypatch: pytest.MonkeyPatch) -> 
     assert Path("mine.db").read_bytes().startswith(b"SQLite")
     ngplus(*made, "--storage", "sqlite:///mine.db")
     Path("file").touch()
-    monkeypatch.setattr(training, "run", None)  # nothing is run
+    monkeypatch.setattr(loop, "run", None)  # nothing is run
     assert "No settings can be written to file" in ngplus(*made, "--presets", "file", "--storage", "new.db", code=2)
 
 
@@ -65,14 +65,14 @@ ALONE = ("--finalists", "1")
 
 def test_a_trial_ends_when_nothing_more_is_to_be_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[tuple[str, str, int]] = []
-    real = training.run
+    real = loop.run
 
     def watched(*arguments: Any, **options: Any) -> Any:
         result = real(*arguments, **options)
         ends.append((result.status, result.reason, result.step))
         return result
 
-    monkeypatch.setattr(training, "run", watched)
+    monkeypatch.setattr(loop, "run", watched)
     common = ["--evaluate-every", "1", "--batch-size", "16", "--set", "width=4", "--steps", "8"]
     # any accuracy is enough, even the untrained model's
     ngplus("tune", "digits", "-o", "adam", "--trials", "2", "--target", "0.0", *common, *ALONE)
@@ -110,7 +110,7 @@ def test_rates_that_diverged_are_not_tried_again() -> None:
     from optuna.trial import create_trial
 
     from ngplus.lab.optimizers import Range
-    from ngplus.lab.tune import FAILED, narrowed
+    from ngplus.lab.study import FAILED, narrowed
 
     def trial(lr: float, score: float) -> Any:
         return create_trial(
@@ -130,10 +130,10 @@ def test_rates_that_diverged_are_not_tried_again() -> None:
 @pytest.mark.parametrize("objective", ["target", "final"])
 def test_what_diverged_is_behind_what_learned_nothing(objective: str) -> None:
     """However far from the target a run ends, and however large its loss is."""
-    from ngplus.lab.tune import score
+    from ngplus.lab.study import score
 
-    chosen, size = train.open_preset("digits", "small", {}, [], None)
-    config = train.configure(chosen, "small", size, "sgd", seed=0)
+    chosen, size = settings.open_preset("digits", "small", {}, [], None)
+    config = settings.configure(chosen, "small", size, "sgd", seed=0)
     config = replace(config, target=1e-3, higher_is_better=False)
     lost = replace(runs.summarise(config, [], 0, 0.0, 0, "finished"), final=1e6)
     assert score(config, lost, objective) < score(config, replace(lost, status="diverged"), objective)
@@ -200,11 +200,11 @@ class Told:
         self.steps = steps
         self.made: list[tuple[float, int, int]] = []
 
-    def __call__(self, config: runs.Config, *_: Any, on_look: Any, **options: Any) -> runs.Result:
+    def __call__(self, config: runs.Config, *_: Any, on_evaluation: Any, **options: Any) -> runs.Result:
         rate = round(config.hyper["lr"], 4)
         wanted = self.steps[rate, config.seed]
         for step in range(10, 101, 10):
-            reason = on_look(step, 1.0 if step >= wanted else 0.5)
+            reason = on_evaluation(step, 1.0 if step >= wanted else 0.5)
             if reason or step == 100:
                 break
         self.made.append((rate, config.seed, step))
@@ -218,7 +218,7 @@ def test_the_best_trials_are_run_on_more_seeds_and_the_best_mean_wins(monkeypatc
         (0.001, 100): 30, (0.001, 101): 100, (0.001, 102): 60,  # the best of the seed that all trials have
         (0.009, 100): 80, (0.009, 101): 100, (0.009, 102): 90,
     })  # fmt: skip
-    monkeypatch.setattr(training, "run", told)
+    monkeypatch.setattr(loop, "run", told)
     arguments = ["tune", "digits", "-o", "adam", "--trials", "3", "--steps", "100", "--target", "0.9"]
     said = ngplus(*arguments, "--warmup", "1")
     assert "lr 0.003, the best of 3 trials with a score of 0.5;" in said
@@ -250,7 +250,7 @@ def test_a_finalist_that_was_left_off_goes_on_when_its_better_is_not_counted(mon
     """The third trial beats the others, and then only two trials are asked for."""
     told = Told({(0.003, seed): 60 for seed in (100, 101, 102)} | {(0.001, seed): 70 for seed in (100, 101, 102)}
                 | {(0.009, seed): 20 for seed in (100, 101, 102)})  # fmt: skip
-    monkeypatch.setattr(training, "run", told)
+    monkeypatch.setattr(loop, "run", told)
     arguments = ["tune", "digits", "-o", "adam", "--steps", "100", "--target", "0.9"]
     assert "lr 0.009" in ngplus(*arguments, "--trials", "3")
     assert len(trials_of("adam")[0]["scores of the finals"]) < 3
@@ -267,10 +267,10 @@ def test_finals_that_were_broken_off_go_on(monkeypatch: pytest.MonkeyPatch) -> N
         return told(config, *rest, **options)
 
     arguments = ["tune", "digits", "-o", "adam", "--trials", "3", "--steps", "100", "--target", "0.9"]
-    monkeypatch.setattr(training, "run", broken_off)
+    monkeypatch.setattr(loop, "run", broken_off)
     ngplus(*arguments, code=130)
     assert not Path("presets/digits.json").exists()
-    monkeypatch.setattr(training, "run", told)
+    monkeypatch.setattr(loop, "run", told)
     ngplus(*arguments)
     assert len(told.made) == 9
     assert len(trials_of("adam")[0]["scores of the finals"]) == 3

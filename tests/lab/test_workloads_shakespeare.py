@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ngplus.lab import train, training
+from ngplus.lab import loop, settings
 from ngplus.lab.optimizers import get
 from ngplus.lab.workloads import Task
 from ngplus.lab.workloads.gpt import GPT
@@ -64,21 +64,21 @@ def test_gradients_are_clipped_to_the_norm_of_the_task() -> None:
     task = Steep()
     model = task.model()
     before = model.weight.detach().clone()
-    training._train_step(task, model, torch.optim.SGD(model.parameters(), lr=1.0), task.batch(0, 0))
+    loop._train_step(task, model, torch.optim.SGD(model.parameters(), lr=1.0), task.batch(0, 0))
     assert float((model.weight.detach() - before).norm()) == pytest.approx(0.5, rel=1e-4)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "ngplus"])
 def test_a_preset_gives_every_optimizer_the_same_decay(optimizer: str) -> None:
-    workload, size = train.open_preset("shakespeare", "standard", {}, [], optimizer)
+    workload, size = settings.open_preset("shakespeare", "standard", {}, [], optimizer)
     for rate in (0.002, 0.01):
-        hyper = train.configure(workload, "standard", size, optimizer, seed=0, lr=rate).hyper
+        hyper = settings.configure(workload, "standard", size, optimizer, seed=0, lr=rate).hyper
         assert hyper["weight_decay"] * rate == pytest.approx(1e-4)
-    own = train.configure(workload, "standard", size, optimizer, seed=0, sets=["weight_decay=0.3"]).hyper
+    own = settings.configure(workload, "standard", size, optimizer, seed=0, sets=["weight_decay=0.3"]).hyper
     assert own["weight_decay"] == 0.3
 
 
 def test_without_a_decay_optimizers_keep_their_own() -> None:
-    workload, size = train.open_preset("shakespeare", "small", {}, [], "adamw")
-    hyper = train.configure(workload, "small", size, "adamw", seed=0).hyper
+    workload, size = settings.open_preset("shakespeare", "small", {}, [], "adamw")
+    hyper = settings.configure(workload, "small", size, "adamw", seed=0).hyper
     assert hyper["weight_decay"] == get("adamw").defaults["weight_decay"]

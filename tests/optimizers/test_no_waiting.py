@@ -42,7 +42,7 @@ def nothing_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """And of every way past the dispatcher, too, in a step that no one can look into."""
     if finite.SEEN:
         return
-    monkeypatch.setattr(health, "_on_its_way", lambda counts: (counts, UnderWay()))
+    monkeypatch.setattr(health, "_copy_to_host", lambda counts: (counts, UnderWay()))
     for name in ("tolist", "item", "__bool__", "__float__", "__int__", "numpy", "cpu"):
 
         def refuse(self: Tensor, *args: Any, name: str = name) -> None:

@@ -64,7 +64,7 @@ sys.path.insert(0, {tools!r})
 from dataclasses import replace
 from pathlib import Path
 from kills import Small, config
-from ngplus.lab import training
+from ngplus.lab import loop
 
 class Deadly(Small):
     def batch(self, seed, step):
@@ -74,7 +74,7 @@ class Deadly(Small):
         return super().batch(seed, step)
 
 made = replace(config("ngplus"), processes=2, steps=12)
-training.run(made, Deadly(), Path({folder!r}), resume=True, checkpoint_every=2)
+loop.run(made, Deadly(), Path({folder!r}), resume=True, checkpoint_every=2)
 """
 
 

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from kills import STEPS, Small, config, same
 
-from ngplus.lab import collection, presets, runs, training
+from ngplus.lab import collection, loop, presets, runs
 from ngplus.lab.runs import RunError
 from ngplus.lab.workloads import DataError, cifar10, files, qm9
 from ngplus.lab.workloads.files import Folder
@@ -42,8 +42,8 @@ class Readers:
         self.root = root
         torch.set_num_threads(1)
         run = root / "run"
-        training.run(config("ngadam"), Small(), run, checkpoint_every=STEPS)
-        self.session = training._Session(config("ngadam"), Small(), None, "cpu")
+        loop.run(config("ngadam"), Small(), run, checkpoint_every=STEPS)
+        self.session = loop._Session(config("ngadam"), Small(), None, "cpu")
         self.begun = self._state()
         self.saved = torch.load(run / "checkpoint.pt", weights_only=True)
         self.folder = Folder("fuzz", root, "")
@@ -89,7 +89,7 @@ class Readers:
             raise
         assert same(self.session.model.state_dict(), self.saved["model"]), "other parameters than those saved"
         assert same(self.session.optimizer.state_dict(), self.saved["optimizer"]), "another state than the one saved"
-        self.session = training._Session(config("ngadam"), Small(), None, "cpu")
+        self.session = loop._Session(config("ngadam"), Small(), None, "cpu")
 
     def run(self, name: str) -> None:
         """The run's folder with one file replaced."""
@@ -169,7 +169,7 @@ def with_atheris(count: int, root: Path) -> None:
     import atheris
 
     readers = Readers(root)
-    for module in (runs, presets, collection, files, qm9, cifar10, training):
+    for module in (runs, presets, collection, files, qm9, cifar10, loop):
         for name, function in list(vars(module).items()):
             if getattr(function, "__module__", "") == module.__name__ and hasattr(function, "__code__"):
                 setattr(module, name, atheris.instrument_func(function))

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils import tensorboard  # noqa: F401 - here, so that the kills find no process that is still importing it
 
-from ngplus.lab import runs, training
+from ngplus.lab import loop, runs
 from ngplus.lab.runs import Config
 
 # the task that the tests of the training loop have, too
@@ -50,7 +50,7 @@ def start(folder: Path, optimizer: str) -> int:
         return process
     status = 1
     try:
-        training.run(config(optimizer), Small(), folder, resume=True, checkpoint_every=1)
+        loop.run(config(optimizer), Small(), folder, resume=True, checkpoint_every=1)
         status = 0
     except BaseException:
         traceback.print_exc()

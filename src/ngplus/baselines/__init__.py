@@ -1,4 +1,4 @@
-"""Rivals of NG+ on the same capture: KFAC and SENG. ``docs/baselines.md`` has what each of them computes."""
+"""KFAC and SENG with the capture of NG+. ``docs/baselines.md`` says what each of them computes."""
 
 from ngplus.baselines.kfac import KFAC, KroneckerFactors
 from ngplus.baselines.seng import SENG

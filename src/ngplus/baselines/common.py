@@ -1,4 +1,4 @@
-"""What the rivals share beside the frame of :mod:`ngplus.optimizers.base`."""
+"""What KFAC and SENG have in common besides :mod:`ngplus.optimizers.base`."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from ngplus.utils.typing import Group, State
 from ngplus.utils.validation import number
 
 
-class Batches(Accumulator):
-    """What a refresh has gathered: the rival's own, and the counts that NG+ keeps as well."""
+class BaselineAccumulator(Accumulator):
+    """The base of what KFAC and SENG accumulate for a refresh."""
 
     def scale(self, group: Group, grad_scale: Tensor | float) -> Tensor | float:
-        """What makes a captured gradient that of a sample's own loss: see ``curvature.per_sample``."""
+        """The factor from a captured gradient to that of the per-sample loss: see ``curvature.per_sample``."""
         return (self.samples if group["loss_reduction"] == "mean" else 1) / grad_scale
 
 
-class Rival(BaseOptimizer):
-    """The base of KFAC and SENG: one process, and a plan row from each."""
+class BaselineOptimizer(BaseOptimizer):
+    """The base of KFAC and SENG, which run in one process."""
 
     def __init__(
         self, params: nn.Module | ParamsT, model: nn.Module | None, batch_dim: BatchDims, defaults: dict[str, Any]
     ) -> None:
         if many_ranks():
             raise RuntimeError(
-                f"{type(self).__name__} is for one process: its curvature does not cross ranks, that of NGPlus does"
+                f"{type(self).__name__} runs in one process only; NGPlus and NGAdam run on several ranks"
             )
         super().__init__(params, model, batch_dim, defaults)
 
@@ -47,7 +47,7 @@ class Rival(BaseOptimizer):
         raise NotImplementedError
 
     def plan(self, batch_size: int | None = None, positions: int = 1) -> Plan:
-        """What each parameter gets and costs; before the first refresh, for that many samples and positions."""
+        """What is done with each parameter, and its cost; before the first refresh, for these samples and positions."""
         rows = []
         for matrix in self._matrices:
             seen, state = matrix.seen or (batch_size or 0, positions), self.state.get(matrix.params[0], {})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from ngplus.baselines.common import Batches, Rival
+from ngplus.baselines.common import BaselineAccumulator, BaselineOptimizer
 from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.loss_scale import captured_scale
 from ngplus.capture.matrices import ParameterMatrix
@@ -22,9 +22,7 @@ from ngplus.fisher.factors.base import take
 from ngplus.preconditioners.base import Direction, MatrixPreconditioner, MatrixUpdate
 from ngplus.utils.finite import RefreshStatus, all_finite, read_if_on_host
 from ngplus.utils.typing import Group, State
-from ngplus.utils.validation import number
-
-_APPROX = ("expand", "reduce")
+from ngplus.utils.validation import choice, number
 
 
 class KroneckerFactors(NamedTuple):
@@ -42,8 +40,8 @@ class KroneckerFactors(NamedTuple):
 
 
 @dataclass
-class _Sums(Batches):
-    """Sums over samples and positions; ``total`` is NG+'s, for what has no Kronecker factors."""
+class _Sums(BaselineAccumulator):
+    """Sums over samples and positions; ``total`` is the sum for L or R of matrices without Kronecker factors."""
 
     input: Tensor | None = None
     output: Tensor | None = None
@@ -67,7 +65,7 @@ class _Sums(Batches):
         self.bound = self.bound + lengths
 
     def length(self) -> Tensor:
-        """|sum_i G_i| <= sqrt(sum |l|^2 sum |r|^2): the scale of the rounding in it."""
+        """An upper bound on |sum_i G_i|: sqrt(sum |l|^2 sum |r|^2)."""
         plain = super().length() if self.total is not None else torch.zeros(())
         return plain + torch.as_tensor(self.bound)
 
@@ -82,8 +80,8 @@ class _Sums(Batches):
 def kronecker_sums(uses: list[Outer], expand: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The sums of a a^T, [groups, n, n], and of g g^T, [groups, m, m], and sqrt(sum |a|^2 sum |g|^2).
 
-    Several uses of one weight by the same samples are further positions. In chunks of samples: a convolution's inputs
-    are patches, kernel times the size of its input.
+    Several uses of one weight by the same samples are further positions. The samples are summed in chunks, since the
+    patches of a convolution are larger than its input by the size of the kernel.
     """
     first = uses[0]
     positions = sum(use.positions for use in uses)
@@ -150,13 +148,13 @@ class KroneckerPreconditioner(MatrixPreconditioner):
             sizes = {"curvature": min(layout.rows, layout.cols)}
         else:
             sizes = {"input": layout.cols, "output": layout.rows}
-        held = {key: state.get(key + "_inverse") for key in sizes}
+        found = {key: state.get(key + "_inverse") for key in sizes}
         return all(
             x is not None
             and x.shape == (matrix.groups, sizes[key], sizes[key])
             and x.dtype == matrix.dtype
             and x.device == matrix.params[0].device
-            for key, x in held.items()
+            for key, x in found.items()
         )
 
     def precondition(self, update: MatrixUpdate) -> Direction:
@@ -169,7 +167,7 @@ class KroneckerPreconditioner(MatrixPreconditioner):
         return state["output_inverse"] @ gradient @ state["input_inverse"], None
 
 
-class KFAC(Rival):
+class KFAC(BaselineOptimizer):
     """KFAC: W <- W - lr (G + sqrt(lambda) I)^-1 grad (A + sqrt(lambda) I)^-1, with grad the mini-batch gradient.
 
     With a_ip the input of a layer (and a 1 for the bias) at position p of sample i, and g_ip the gradient of that
@@ -223,24 +221,16 @@ class KFAC(Rival):
         maximize: bool = False,
     ) -> None:
         defaults = {
-            "lr": lr,
-            "damping": damping,
-            "update_every": update_every,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "weight_decay": weight_decay,
-            "beta": beta,
-            "approx": approx,
-            "loss_reduction": loss_reduction,
+            "lr": lr, "damping": damping, "update_every": update_every, "momentum": momentum, "nesterov": nesterov,
+            "weight_decay": weight_decay, "beta": beta, "approx": approx, "loss_reduction": loss_reduction,
             "maximize": maximize,
-        }
+        }  # fmt: skip
         super().__init__(params, model, batch_dim, defaults)
 
     def _check(self, group: Mapping[str, Any]) -> None:
         super()._check(group)
         number("beta", group["beta"], top=1.0)
-        if group["approx"] not in _APPROX:
-            raise ValueError(f"Invalid approx: {group['approx']!r} (one of {', '.join(map(repr, _APPROX))})")
+        choice("approx", group["approx"], ("expand", "reduce"))
 
     def _preconditioner(self, matrix: ParameterMatrix, group: Group, state: State) -> KroneckerPreconditioner:
         return KroneckerPreconditioner(matrix, group, state)
@@ -250,7 +240,7 @@ class KFAC(Rival):
         matrix = self._find_matrix(which)
         state = self.state.get(matrix.params[0], {})
         if "input" not in state:
-            raise RuntimeError(f"{matrix.name!r} keeps no Kronecker factors: see plan(), and beta, which must not be 0")
+            raise RuntimeError(f"{matrix.name!r} has no Kronecker factors: see plan(), and beta, which must not be 0")
         pair = KroneckerFactors(state["input"], state["output"])
         return pair if matrix.groups > 1 else KroneckerFactors(pair.input[0], pair.output[0])
 

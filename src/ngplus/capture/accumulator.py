@@ -31,7 +31,7 @@ class Accumulator:
         matrix.seen = (factors.samples, factors.positions)
         self.samples += factors.samples
         if check:
-            self.coarse = self.coarse or factors.coarse
+            self.coarse = self.coarse or factors.half_precision
             total = factors.total(matrix.dtype)
             self.gradient = total if self.gradient is None else self.gradient + total
         self.add(matrix, factors, group, seed)

@@ -1,4 +1,4 @@
-"""Exact curvature for study and tests, outside of any training."""
+"""``ngplus.gfim``: the exact curvature of one batch, outside of training."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def gfim(
 ) -> dict[str, Curvature]:
     """The exact L or R of each parameter on one batch: ``loss_fn(model(inputs), targets)``.
 
-    No ``.grad`` is touched. A bias shares the entry of its weight. Parameters without per-sample factors get the
-    product of their mini-batch gradient.
+    Does not change any ``.grad``. A bias has the same entry as its weight. Parameters without per-sample factors get
+    the product of their mini-batch gradient.
 
     Examples:
         >>> model, x = nn.Linear(3, 2), torch.randn(5, 3)
@@ -48,10 +48,10 @@ def gfim(
         model: the module, in the mode, train or eval, that it is in.
         loss_fn: of the model's output and the targets, one number.
         inputs: of the model: a tensor; a tuple or list is passed as arguments, a mapping as keyword arguments.
-        targets: handed to ``loss_fn`` as they are.
+        targets: the second argument of ``loss_fn``.
         side: ``"smaller"`` (left where m <= n), ``"left"`` or ``"right"``.
         loss_reduction: ``"mean"``, the loss is an average over the batch or its tokens, or ``"sum"``.
-        batch_dim, sample_index: the dimension of the samples, and which rows are of which, as in ``NGPlus``.
+        batch_dim, sample_index: as in ``NGPlus``.
     """
     choice("side", side, ("smaller", "left", "right"))
     choice("loss_reduction", loss_reduction, ("mean", "sum"))

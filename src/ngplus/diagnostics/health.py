@@ -1,7 +1,7 @@
-"""``opt.health()``: what went wrong and was put right, counted by layer, told once.
+"""``opt.health()``: the faults that were handled, counted by layer, with one warning for each layer.
 
-The counts of what happens on an accelerator stay there. They are fetched in the background every :data:`FETCH_EVERY`
-steps and at each refresh, and at once where :meth:`Ledger.health` asks for them.
+Counts on an accelerator stay there. They are copied to the host asynchronously, every :data:`FETCH_EVERY` steps and at
+each refresh; :meth:`FaultCounter.health` waits for them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ngplus.diagnostics.tables import aligned
 from ngplus.utils.compiled import uncompiled
 from ngplus.utils.finite import read_if_on_host
 from ngplus.utils.warnings import warn
@@ -21,23 +22,22 @@ from ngplus.utils.warnings import warn
 FETCH_EVERY = 100
 SHOWN = 5  # names in a warning
 
-# Kinds of faults that have a layer, in the order of a step, and what the warning says.
+# The kinds of faults of a layer, in the order of a step, and their warnings.
 FAULTS = {
     "gradients": "Gradients that are not finite, or too large for their norm: {}. "
     "The step was skipped, and no parameter was changed. The cause lies in the model, its data or the learning rate",
-    "dropped": "The curvature of {} is not finite; the last good one stays in use, "
-    "or the plain gradient where there is none",
-    "retried": "The curvature of {} did not factorise at once. NGPlus gives it more damping, and then float64, and a "
-    "larger damping spares this; NGAdam takes float64, and nothing is to be done",
+    "dropped": "The curvature of {} is not finite. The last finite one is used, or the plain gradient if there is none",
+    "retried": "The curvature of {} did not factorise at once. NGPlus tries more damping and then float64, which a "
+    "larger damping avoids; NGAdam takes float64, and nothing has to be done",
     "plain": "The curvature of {} does not factorise. NGPlus makes the plain gradient step in its place, and a larger "
     "damping may help; NGAdam takes the root of its diagonal until the next refresh",
-    "steps": "The step of {} is not finite or too large; it is left out, and its momentum begins anew. "
+    "steps": "The step of {} is not finite or too large; it is skipped, and its momentum is reset. "
     "A smaller learning rate may help",
 }
 
 
 class HealthWarning(UserWarning):
-    """A fault that was put right. To stop instead, make it an error.
+    """A fault that the optimizer has handled. To stop instead, turn the warning into an error.
 
     Examples:
         >>> import warnings
@@ -56,15 +56,15 @@ class HealthWarning(UserWarning):
 
 @dataclass(frozen=True)
 class LayerHealth:
-    """A layer that had faults, by its parameter's name: how many steps or refreshes of each kind.
+    """The faults of a layer: the number of steps or refreshes of each kind.
 
     Attributes:
         name: of the parameter.
         gradients: steps skipped because of its gradient.
         dropped: refreshes dropped, since the curvature was not finite.
-        retried: refreshes that needed another attempt: more damping (NGPlus), or float64.
+        retried: refreshes that needed a second attempt: more damping (NGPlus), or float64.
         plain: refreshes that ended without an inverse or root: the plain gradient step, or the root of the diagonal.
-        steps: steps of this layer alone that were left out.
+        steps: steps of this layer alone that were skipped.
 
     Examples:
         >>> optimizer = ngplus.NGPlus(nn.Linear(3, 2))
@@ -101,7 +101,7 @@ class Health:
 
     @property
     def good(self) -> bool:
-        """Nothing was put right. A GradScaler's overflows are its own: it does not call the step."""
+        """Whether there was no fault. Overflows of a GradScaler do not count: it does not call ``step``."""
         return not self.skipped and not self.layers
 
     def __getitem__(self, name: str) -> LayerHealth:
@@ -109,32 +109,28 @@ class Health:
         return next((layer for layer in self.layers if layer.name == name), LayerHealth(name))
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it in plain dicts, for a log."""
+        """The counts as plain dicts, for a log."""
         return asdict(self)
 
     def __str__(self) -> str:
         first = f"{self.steps} steps, {self.skipped} skipped"
         if not self.layers:
             return f"{first}; no layer had a fault"
-        table = [
-            ("layer", *FAULTS),
-            *((layer.name, *(str(getattr(layer, f)) for f in FAULTS)) for layer in self.layers),
-        ]
-        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
+        counts = [(layer.name, *(str(getattr(layer, fault)) for fault in FAULTS)) for layer in self.layers]
+        lines = aligned([("layer", *FAULTS), *counts])
         return "\n".join([first, lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 class FaultCounter:
-    """Counts faults by kind and name, on whatever device they are found."""
+    """Counts faults by kind and name, on the device where they are found."""
 
     def __init__(self) -> None:
         self.steps = 0
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._told: set[tuple[str, str]] = set()
-        self._untold: dict[str, list[str]] = {}
-        self._waiting: dict[tuple[str, tuple[str, ...]], Tensor] = {}  # counts that are still on a device
-        self._sent: list[tuple[str, tuple[str, ...], Tensor, Any]] = []  # on their way to the host
+        self._warned: set[tuple[str, str]] = set()
+        self._new: dict[str, list[str]] = {}
+        self._on_device: dict[tuple[str, tuple[str, ...]], Tensor] = {}  # counts that are not copied yet
+        self._copies: list[tuple[str, tuple[str, ...], Tensor, Any]] = []  # copies to the host, with their events
         self._failing: set[str] = set()
 
     def note(self, kind: str, names: Sequence[str], flags: Tensor) -> None:
@@ -145,8 +141,8 @@ class FaultCounter:
         seen = read_if_on_host(flags)
         if seen is None:
             key = (kind, tuple(names))
-            held = self._waiting.get(key)
-            self._waiting[key] = flags.to(torch.int32) if held is None else held + flags
+            counts = self._on_device.get(key)
+            self._on_device[key] = flags.to(torch.int32) if counts is None else counts + flags
         elif any(seen):
             for name, flag in zip(names, seen, strict=True):
                 self._count(kind, name, int(flag))
@@ -156,44 +152,47 @@ class FaultCounter:
             return
         entry = (kind, name)
         self._counts[entry] += times
-        if kind in FAULTS and entry not in self._told:
-            self._told.add(entry)
-            self._untold.setdefault(kind, []).append(name)
+        if kind in FAULTS and entry not in self._warned:
+            self._warned.add(entry)
+            self._new.setdefault(kind, []).append(name)
         if kind == "retried":
             self._failing.add(name)
 
     def needs_help(self, name: str) -> bool:
-        """Did the last factorization that the host knows of fail? Asked once: the next failure says so again."""
+        """Whether the last factorization that the host knows of failed. Resets the answer."""
         failing = name in self._failing
         self._failing.discard(name)
         return failing
 
     def fetch(self) -> None:
-        """Takes in what has arrived from the devices, and sends for the rest; waits for nothing."""
-        under_way = []
-        for entry in self._sent:
+        """Counts what has been copied to the host, and starts copying the rest. Does not wait."""
+        pending = []
+        for entry in self._copies:
             kind, names, counts, event = entry
             if event is not None and not event.query():
-                under_way.append(entry)
+                pending.append(entry)
                 continue
             for name, times in zip(names, counts.tolist(), strict=True):
                 self._count(kind, name, times)
-        self._sent = under_way
-        for (kind, names), counts in self._waiting.items():
-            self._sent.append((kind, names, *_on_its_way(counts)))
-        self._waiting.clear()
+        self._copies = pending
+        for (kind, names), counts in self._on_device.items():
+            self._copies.append((kind, names, *_copy_to_host(counts)))
+        self._on_device.clear()
 
-    def tell(self) -> None:
-        """One warning for each kind, with the names of the layers that have not been named for it before."""
-        untold, self._untold = self._untold, {}
-        for kind, names in untold.items():
+    def emit_warnings(self) -> None:
+        """Emits one warning for each kind, with the names of the layers that it has not named before."""
+        new, self._new = self._new, {}
+        for kind, names in new.items():
             shown = f"{', '.join(names[:SHOWN])}{' and more' if len(names) > SHOWN else ''}"
-            warn(f"{FAULTS[kind].format(shown)}. health() counts; told once for each layer", HealthWarning)
+            warn(
+                f"{FAULTS[kind].format(shown)}. health() has the counts; this warning appears once for each layer",
+                HealthWarning,
+            )
 
     def health(self) -> Health:
-        """All counts, waiting for the devices."""
+        """All counts; waits for the devices."""
         self.fetch()
-        for _, _, _, event in self._sent:
+        for _, _, _, event in self._copies:
             if event is not None:
                 event.synchronize()
         self.fetch()
@@ -202,8 +201,8 @@ class FaultCounter:
         return Health(self.steps, self._counts["skipped", ""], layers)
 
 
-def _on_its_way(counts: Tensor) -> tuple[Tensor, Any]:
-    """A copy for the host, and the event after which it is there; memory that is not pinned would make it wait."""
+def _copy_to_host(counts: Tensor) -> tuple[Tensor, Any]:
+    """An asynchronous copy in pinned memory, and the event after which it is complete."""
     if counts.is_cpu:
         return counts, None
     copy = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True).copy_(counts, non_blocking=True)

@@ -1,8 +1,8 @@
-"""The cost model past the ranks at hand: what a plan costs each of 8, 64 or 512 ranks."""
+"""The cost model for a given number of ranks: what a plan costs the busiest of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,18 +17,18 @@ KNOWN = (*DISTRIBUTIONS, "sharded")
 
 @dataclass(frozen=True)
 class Load:
-    """What a plan costs one of many ranks, the busiest one.
+    """What a plan costs the busiest of several ranks.
 
     Attributes:
-        ranks: how many there are.
+        ranks: the number of ranks.
         distribution: "communication", "memory" or "sharded" (FSDP2).
-        state_bytes: kept for the curvature and Adam's moments.
-        parameter_bytes: of the parameters that it holds.
-        sum_bytes: that a refresh holds for a while, the sums of all matrices over the rank's own samples.
+        state_bytes: of the curvature and Adam's moments.
+        parameter_bytes: of the parameters on this rank.
+        sum_bytes: of temporary memory at a refresh, for the sums of all matrices over the rank's own samples.
         step_flops: of every step.
         refresh_flops: of a refresh: the products of the rank's own samples, and the inverses that it owns.
-        step_bytes: that it sends (FSDP2) or receives in every step, beside the gradients' own average.
-        refresh_bytes: the triangles that it adds up, and the inverses that are sent.
+        step_bytes: that it sends (FSDP2) or receives in every step, besides the all-reduce of the gradients.
+        refresh_bytes: the triangles that are reduced, and the inverses that are broadcast.
 
     Examples:
         >>> load = ngplus.NGPlus(nn.Linear(8, 4)).plan(batch_size=4).on_ranks(2, "memory")
@@ -48,53 +48,52 @@ class Load:
 
 
 def load_of(rows: Sequence[PlanRow], ranks: int, distribution: str) -> Load:
-    """The load of the busiest of so many ranks, with matrices assigned as :class:`ngplus.NGPlus` assigns them where
-    none is frozen: those that are count for nothing here, and like any other there."""
+    """The load of the busiest rank, with matrices assigned as :class:`ngplus.NGPlus` assigns them.
+
+    A frozen matrix has no cost here; NGPlus assigns it like any other.
+    """
     choice("distribution", distribution, KNOWN)
     whole("ranks", ranks)
-    sharded = distribution == "sharded"
-    # Where rows are sparse, every rank applies the inverse to those that it has touched.
-    away = [distribution != "communication" and not row.sparse for row in rows]
-    by_all = {row.name for row, gone in zip(rows, away, strict=True) if row.solver == "root" and not gone}  # NGAdam's
-    owners = assign([_cost_of(row, gone) for row, gone in zip(rows, away, strict=True)], ranks)
+    # Only the owner has the curvature of a remote matrix. With sparse gradients every rank applies the inverse.
+    remote = {row for row in rows if distribution != "communication" and not row.sparse}
+    local = set(rows) - remote
+    owners = assign([_cost_of(row, row in remote) for row in rows], ranks)
+    on_all = {row for row in local if row.solver == "root"}  # NGAdam: every rank computes the roots
 
-    def total(cost: Callable[[PlanRow], int], gone: bool) -> int:
-        return sum(cost(row) for row, other in zip(rows, away, strict=True) if other is gone)
-
-    def busiest(cost: Callable[[PlanRow], int], gone: bool | None) -> int:
+    def busiest(among: Set[PlanRow], cost: Callable[[PlanRow], int]) -> int:
+        """The largest sum over the rows that one rank owns."""
         loads = [0] * ranks
-        for row, owner, other in zip(rows, owners, away, strict=True):
-            if gone is None or other is gone:
+        for row, owner in zip(rows, owners, strict=True):
+            if row in among:
                 loads[owner] += cost(row)
         return max(loads)
 
-    def held(cost: Callable[[PlanRow], int]) -> int:
-        """By each rank, or by the owner alone."""
-        return total(cost, gone=False) + busiest(cost, gone=True)
+    def on_one_rank(cost: Callable[[PlanRow], int]) -> int:
+        """Local matrices are on every rank, remote ones on their owners."""
+        return sum(map(cost, local)) + busiest(remote, cost)
 
     def direction(row: PlanRow) -> int:
         return 0 if row.frozen else row.parameter_bytes
 
-    directions = total(direction, gone=True)
-    if sharded:  # a part of each gradient goes out, and the whole of each direction that is the rank's own
-        directions = directions // ranks + busiest(direction, gone=True)
-    parameters = sum(row.parameter_bytes for row in rows)
+    directions, parameters = sum(map(direction, remote)), sum(row.parameter_bytes for row in rows)
+    if distribution == "sharded":  # sent: a shard of each gradient, and the owned directions
+        directions, parameters = directions // ranks + busiest(remote, direction), parameters // ranks
     return Load(
         ranks=ranks,
         distribution=distribution,
-        state_bytes=held(lambda row: row.state_bytes),
-        parameter_bytes=parameters // ranks if sharded else parameters,
+        state_bytes=on_one_rank(lambda row: row.state_bytes),
+        parameter_bytes=parameters,
         sum_bytes=sum(2 * row.wire_bytes for row in rows),
-        step_flops=held(lambda row: row.step_flops),
+        step_flops=on_one_rank(lambda row: row.step_flops),
         refresh_flops=sum(row.refresh_flops - row.inverse_flops for row in rows)
-        + sum(row.inverse_flops for row in rows if row.name in by_all)
-        + busiest(lambda row: 0 if row.name in by_all else row.inverse_flops, gone=None),
+        + sum(row.inverse_flops for row in on_all)
+        + busiest(set(rows) - on_all, lambda row: row.inverse_flops),
         step_bytes=directions,
-        refresh_bytes=sum(row.wire_bytes for row in rows) + total(lambda row: row.wire_bytes, gone=False),
+        refresh_bytes=sum(row.wire_bytes for row in rows) + sum(row.wire_bytes for row in local),
     )
 
 
 def _cost_of(row: PlanRow, steps: bool) -> float:
-    """What :func:`ngplus.distributed.collectives.cost_of` counts."""
+    """The cost by :func:`ngplus.distributed.collectives.cost_of`, from a row of the plan."""
     elementwise = 0 if row.frozen else row.groups * row.shape[0] * row.shape[1]
     return float(row.inverse_flops + (row.step_flops + elementwise if steps else 0))

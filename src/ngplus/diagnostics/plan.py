@@ -1,14 +1,14 @@
-"""The plan: what each parameter gets and what it costs, as a table to read and a list to use.
+"""The plan: what is done with each parameter, and what it costs.
 
-FLOPs count a multiplication and an addition as two. With d the curved dimension, cut into blocks of p, D the other one
-and r the rank of U:
+A multiplication and an addition are two FLOPs. With d the size of L or R, in blocks of p, D the other dimension and r
+the rank of U:
 
 ================ ======================================== =====================================================
                  a step                                   a refresh, beside the products
 ================ ======================================== =====================================================
 dense            2 d p D                                  d p^2 (Cholesky and inverse)
 woodbury         4 d r D + 2 r^2 D                        2 d r^2 + r^3
-sketched         2 d r D + 2 r q D, q the sketch's rows   4 r^2 q + r^3; neither counts the sketch itself
+sketched         2 d r D + 2 r q D, q the sketch size     4 r^2 q + r^3; neither counts the sketch itself
 ================ ======================================== =====================================================
 
 Those of NGAdam are in :mod:`ngplus.optimizers.ngadam`.
@@ -25,6 +25,7 @@ from torch import Tensor
 from ngplus.capture.accumulator import keeps_root, subsample_size
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.diagnostics.load import Load, load_of
+from ngplus.diagnostics.tables import aligned
 from ngplus.distributed.collectives import Distributor, Traffic
 from ngplus.fisher.blocks import BlockPartition
 from ngplus.fisher.factors import outer_costs
@@ -33,6 +34,14 @@ from ngplus.preconditioners.curvature import read
 from ngplus.utils.warnings import no_such_name
 
 COSTS = ("step_flops", "refresh_flops", "inverse_flops", "wire_bytes", "inverse_bytes", "step_bytes")
+# Columns of the printed table: the attribute and the unit of each heading.
+AMOUNTS = {
+    "state": ("state_bytes", "B"),
+    "step": ("step_flops", "FLOP"),
+    "refresh": ("refresh_flops", "FLOP"),
+    "wire": ("wire_bytes", "B"),
+}
+AMOUNTS_ON_RANKS = {"inverse sent": ("inverse_bytes", "B"), "each step": ("step_bytes", "B")}
 
 
 @dataclass(frozen=True)
@@ -44,25 +53,25 @@ class PlanRow:
         parameters: the names of all its parameters.
         shape: (m, n).
         groups: of a grouped convolution, each a matrix of that shape.
-        source: where the curvature comes from, "sample", "vmap" or "batch"; "none" where no side is curved, and where
-            the matrix is frozen.
+        source: where the curvature comes from, "sample", "vmap" or "batch"; "none" without curvature, and where the
+            matrix is frozen.
         side: "left" or "right"; of NGAdam "both", or "none" for vectors; of SENG "vec".
         solver: "dense", "woodbury" or "sketched"; of NGAdam "root" or "none"; of KFAC "kronecker".
-        blocks: how many blocks L and R are cut into, over all groups and both sides.
-        form: how the products are made, "rank-one", "gram", "explicit", "mini-batch", or "root" where U is kept in
-            their place; "" where it is not known yet. Of KFAC its ``approx``, of SENG the form of its factors.
-        state_bytes: kept for the curvature and Adam's moments, without the momentum buffer.
+        blocks: the number of blocks of L and R, over all groups and both sides.
+        form: how the products are computed, "rank-one", "gram", "explicit", "mini-batch", or "root" where U is stored
+            instead; "" where it is not known yet. Of KFAC its ``approx``, of SENG the form of its factors.
+        state_bytes: of the curvature and Adam's moments, without the momentum buffer.
         step_flops: of every step.
         refresh_flops: of a refresh.
         note: why the source is "batch", or that the matrix is frozen.
-        wire_bytes: that a refresh adds up over ranks, where there are several: the lower triangle.
-        inverse_bytes: that the owner sends to all at a refresh.
-        step_bytes: of gradients and directions that cross ranks in every step.
-        owner: the rank that works on the matrix, among those that share it; None where there is one process.
-        inverse_flops: the part of ``refresh_flops`` that only the owner has.
-        sparse: the gradients may be sparse; every rank applies the inverse to the rows touched.
+        wire_bytes: that a refresh reduces over ranks, where there are several: the lower triangle.
+        inverse_bytes: that the owner broadcasts at a refresh.
+        step_bytes: of gradients and directions that ranks communicate in every step.
+        owner: the rank that owns the matrix, in its group of ranks; None for a single process.
+        inverse_flops: the part of ``refresh_flops`` that only the owner computes.
+        sparse: the gradients may be sparse; every rank applies the inverse to its rows.
         parameter_bytes: of the parameters themselves.
-        frozen: no parameter requires a gradient, or has one: nothing is done, and only what was kept before is kept.
+        frozen: no parameter requires a gradient, or has one: nothing is done, and existing state stays.
 
     Examples:
         >>> row = ngplus.NGPlus(nn.Conv2d(3, 8, 3)).plan(batch_size=4)[0]
@@ -130,7 +139,7 @@ class Plan(Sequence[PlanRow]):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes kept for the curvature and Adam's moments of all matrices."""
+        """Bytes of the curvature and Adam's moments of all matrices."""
         return sum(row.state_bytes for row in self.rows)
 
     @property
@@ -140,7 +149,7 @@ class Plan(Sequence[PlanRow]):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that a refresh adds up over several ranks: the lower triangles of all matrices."""
+        """Bytes that a refresh reduces over several ranks: the lower triangles of all matrices."""
         return sum(row.wire_bytes for row in self.rows)
 
     @property
@@ -150,69 +159,39 @@ class Plan(Sequence[PlanRow]):
 
     @property
     def inverse_bytes(self) -> int:
-        """Bytes of the inverses that their owners send at a refresh."""
+        """Bytes of the inverses that owners broadcast at a refresh."""
         return sum(row.inverse_bytes for row in self.rows)
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of gradients and directions that cross ranks in every step, over all ranks together."""
+        """Bytes of gradients and directions that all ranks together communicate in every step."""
         return sum(row.step_bytes for row in self.rows)
 
     def on_ranks(self, ranks: int, distribution: str = "communication") -> Load:
-        """The costs on so many ranks by the cost model, for ranks that are not at hand. The plan's batch is one rank's.
+        """The costs on so many ranks by the cost model. The batch of the plan is that of one rank.
 
         ``distribution`` is that of :class:`ngplus.NGPlus` with replicated parameters, or "sharded", which is FSDP2.
         """
         return load_of(self.rows, ranks, distribution)
 
-    def _across_ranks(self) -> list[tuple[str, str, str]]:
-        """The columns of a plan with several ranks."""
-        lines = [(_amount(row.inverse_bytes, "B"), _amount(row.step_bytes, "B"), str(row.owner)) for row in self.rows]
-        last = (_amount(self.inverse_bytes, "B"), _amount(self.step_bytes, "B"), "")
-        return [("inverse sent", "each step", "owner"), *lines, last]
-
     def __str__(self) -> str:
-        head = (
-            "parameter",
-            "m x n",
-            "curvature",
-            "side",
-            "solver",
-            "blocks",
-            "form",
-            "state",
-            "step",
-            "refresh",
-            "wire",
-        )
-        lines = [
-            (
-                row.name + "".join(f" + {name.rpartition('.')[2]}" for name in row.parameters[1:]),
-                (f"{row.groups} x " if row.groups > 1 else "") + f"{row.shape[0]} x {row.shape[1]}",
-                row.source,
-                row.side,
-                row.solver,
-                str(row.blocks),
-                row.form,
-                _amount(row.state_bytes, "B"),
-                _amount(row.step_flops, "FLOP"),
-                _amount(row.refresh_flops, "FLOP"),
-                _amount(row.wire_bytes, "B"),
-            )
-            for row in self.rows
-        ]
-        total = ("total", "", "", "", "", str(sum(row.blocks for row in self.rows)), "")
-        amounts = (
-            _amount(self.state_bytes, "B"),
-            _amount(self.step_flops, "FLOP"),
-            _amount(self.refresh_flops, "FLOP"),
-            _amount(self.wire_bytes, "B"),
-        )
-        table: list[tuple[str, ...]] = [head, *lines, total + amounts]
-        if any(row.owner is not None for row in self.rows):
-            table = [line + more for line, more in zip(table, self._across_ranks(), strict=True)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
+        on_ranks = any(row.owner is not None for row in self.rows)
+        columns = {**AMOUNTS, **AMOUNTS_ON_RANKS} if on_ranks else AMOUNTS
+
+        def amounts(source: PlanRow | Plan) -> list[str]:
+            return [_amount(getattr(source, name), unit) for name, unit in columns.values()]
+
+        table = [["parameter", "m x n", "curvature", "side", "solver", "blocks", "form", *columns]]
+        for row in self.rows:
+            name = row.name + "".join(f" + {name.rpartition('.')[2]}" for name in row.parameters[1:])
+            shape = (f"{row.groups} x " if row.groups > 1 else "") + f"{row.shape[0]} x {row.shape[1]}"
+            table.append([name, shape, row.source, row.side, row.solver, str(row.blocks), row.form, *amounts(row)])
+        blocks = sum(row.blocks for row in self.rows)
+        table.append(["total", "", "", "", "", str(blocks), "", *amounts(self)])
+        if on_ranks:
+            for line, owner in zip(table, ["owner", *(str(row.owner) for row in self.rows), ""], strict=True):
+                line.append(owner)
+        text = aligned(table)
         rule = "-" * max(map(len, text))
         notes = [f"{row.name}: {row.note}" for row in self.rows if row.note]
         return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], *notes])
@@ -222,24 +201,21 @@ Entry = tuple[ParameterMatrix, dict[str, Any], dict[str, Any], Distributor | Non
 
 
 def plan_of(entries: Sequence[Entry], batch_size: int | None, positions: int | Mapping[str, int]) -> Plan:
-    """The plan of matrices with their groups, states and teams."""
+    """The plan of matrices with their groups, states and distributors."""
     names = [matrix.name for matrix, *_ in entries]
     for name in positions if isinstance(positions, Mapping) else ():
         if name not in names:
             raise KeyError(no_such_name(name, names, "positions"))
-    rows = (_row(*entry, batch_size, positions) for entry in entries)
-    return Plan(
-        tuple(unless_frozen(row, matrix, state) for row, (matrix, _, state, _) in zip(rows, entries, strict=True))
-    )
+    rows = [unless_frozen(_row(*entry, batch_size, positions), entry[0], entry[2]) for entry in entries]
+    return Plan(tuple(rows))
 
 
 def unless_frozen(row: PlanRow, matrix: ParameterMatrix, state: Mapping[str, Any]) -> PlanRow:
-    """The row; of a matrix that is frozen, one without costs, and with the state that it has from before."""
+    """The row; for a frozen matrix, one without costs and with its existing state."""
     if any(param.requires_grad or param.grad is not None for param in matrix.params):
         return row
-    kinds: dict[str, Any] = dict.fromkeys(("source", "side", "solver"), "none")
-    costs: dict[str, Any] = dict.fromkeys(COSTS, 0)
-    return replace(row, **kinds, **costs, form="", state_bytes=state_bytes(state), note="frozen", frozen=True)
+    changes: dict[str, Any] = {**dict.fromkeys(("source", "side", "solver"), "none"), **dict.fromkeys(COSTS, 0)}
+    return replace(row, **changes, form="", state_bytes=state_bytes(state), note="frozen", frozen=True)
 
 
 def _row(
@@ -263,33 +239,22 @@ def _row(
     touched = min(other, samples * kappa) if matrix.sparse and side == "right" and samples else other
     solver = group["solver"]
     if distributor is not None and source != "batch":
-        solver = "dense"  # the ranks add up L
+        solver = "dense"  # ranks reduce L
     elif solver == "auto":
         known = read(state, "factor") is not None or (read(state, "inverse") is None and rank > 0)
         low = known and source != "batch" and keeps_root(group, rank, partition.size)
         solver = "woodbury" if low else "dense"
-    curved = matrix.groups * sum(count * size for _, count, size in partition.stacks)
-    if solver == "woodbury":
-        step = curved * rank * 4 * other + partition.count * 2 * rank * rank * other
-        refresh = 2 * curved * rank * rank + partition.count * rank**3
-        elements = curved * rank + partition.count * rank * rank
-    elif solver == "sketched":
-        short = _sketch_rows(group, partition, rank)
-        step = 2 * rank * other * (curved + partition.count * short)
-        refresh = partition.count * (4 * rank * rank * short + rank**3)
-        elements = curved * rank + partition.count * rank * short
-    else:
-        step, refresh, elements = 2 * partition.elements * touched, partition.cubes, partition.elements
-    inverse = refresh
+    step, inverse, elements = _solver_costs(solver, group, partition, rank, other, touched)
+    refresh = inverse
     if group["curvature"] != "sample":
         elements += partition.elements
     if group["graft"] == "adam" and not matrix.sparse:
-        elements += 2 * matrix.groups * rows * cols  # the moments of the step whose length is taken
+        elements += 2 * matrix.groups * rows * cols  # Adam's moments, for grafting
     form = matrix.form or ""
     spec = SketchSpec.parse(group["sketch"]) if solver != "sketched" else None
     short = other if spec is None else min(other, spec.size)
     if touched < other:
-        short = min(short, kappa)  # an embedding's products touch nothing of the table's size
+        short = min(short, kappa)  # the products of an embedding read only the rows that are used
     if source == "batch":
         form = "mini-batch"
         products = 2 * partition.elements * short
@@ -299,9 +264,9 @@ def _row(
             refresh += products
     elif samples:
         used = subsample_size(samples, group["samples"])
-        stand_in = outer_costs(kappa, partition.d, short, partition.size)  # the cost model of dense factors
-        form = form or min(stand_in, key=lambda name: stand_in[name])
-        refresh += int(2 * used * matrix.groups * stand_in.get(form, min(stand_in.values())))
+        costs = outer_costs(kappa, partition.d, short, partition.size)  # those of dense factors, for all factors
+        form = form or min(costs, key=lambda name: costs[name])
+        refresh += int(2 * used * matrix.groups * costs.get(form, min(costs.values())))
     traffic = Traffic(partition.triangle, 0, 0) if distributor is None else distributor.traffic(matrix, group)
     return PlanRow(
         name=matrix.name,
@@ -327,15 +292,29 @@ def _row(
     )
 
 
-def state_bytes(state: Mapping[str, Any]) -> int:
-    """Bytes that a matrix keeps for its curvature and Adam's moments."""
-    kept = [value for key, value in state.items() if isinstance(value, Tensor) and key != "momentum_buffer"]
-    return sum(value.numel() * value.element_size() for value in kept)
+def _solver_costs(
+    solver: str, group: dict[str, Any], partition: BlockPartition, rank: int, other: int, touched: int
+) -> tuple[int, int, int]:
+    """FLOPs of a step, FLOPs of a refresh besides the products, and entries of the state: see the module's docstring.
 
-
-def _sketch_rows(group: dict[str, Any], partition: BlockPartition, rank: int) -> int:
+    ``touched`` are the rows of a sparse gradient, or all of the other dimension.
+    """
+    if solver == "dense":
+        return 2 * partition.elements * touched, partition.cubes, partition.elements
+    d, blocks = partition.groups * partition.d, partition.count
+    if solver == "woodbury":
+        step = 4 * d * rank * other + 2 * blocks * rank * rank * other
+        return step, 2 * d * rank * rank + blocks * rank**3, d * rank + blocks * rank * rank
     spec = SketchSpec.parse(group["sketch"])
-    return min(partition.size, 2 * rank) if spec is None else spec.size
+    q = min(partition.size, 2 * rank) if spec is None else spec.size
+    step = 2 * rank * other * (d + blocks * q)
+    return step, blocks * (4 * rank * rank * q + rank**3), d * rank + blocks * rank * q
+
+
+def state_bytes(state: Mapping[str, Any]) -> int:
+    """Bytes of a matrix's curvature and Adam's moments."""
+    tensors = [value for key, value in state.items() if isinstance(value, Tensor) and key != "momentum_buffer"]
+    return sum(value.numel() * value.element_size() for value in tensors)
 
 
 def _amount(number: float, unit: str) -> str:

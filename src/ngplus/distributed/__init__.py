@@ -1,1 +1,1 @@
-"""What crosses ranks."""
+"""Communication between ranks, and which rank owns which matrix."""

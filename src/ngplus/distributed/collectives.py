@@ -1,15 +1,16 @@
-"""What crosses ranks: the sums of products of a refresh, weighted by sample counts; inverses and directions.
+"""Communication between ranks: the sums of a refresh, the inverses, the directions.
 
-Each rank has gathered sums over its own share of the samples. One short vector brings the counts, and whether any rank
-had to fall back; then the lower triangles of all matrices travel in few large buckets, d (d + 1) / 2 numbers for each
-matrix. With DDP's averaged gradients, .grad = 1/W sum over ranks and samples of c_i = 1/N sum_i G_i, so G_i = N/W c_i
-with N the samples of all ranks: exact for unequal shares whose losses are weighted as their shares are.
+Each rank has sums over its own samples. A refresh first all-reduces the sample counts, and whether any rank has no
+per-sample curvature; then the lower triangles of the sums, d (d + 1) / 2 entries for each matrix, in buckets. DDP
+averages gradients over W ranks: .grad = 1/W sum over ranks and samples of c_i = 1/N sum_i G_i, so G_i = N/W c_i with N
+the samples of all ranks. This is exact for ranks with different numbers of samples, too, if their losses are weighted
+by these numbers.
 
-What follows is shared out: each matrix has an owner, by cost (``assign``), that inverts or decomposes it. A result that
-several ranks use is worked out by one and sent, so that all hold the same bits. :class:`Replicas` is the team of ranks
-that all hold the whole parameters; :mod:`ngplus.distributed.sharded` has the team of those that hold parts of them.
+Each matrix has an owner, assigned by cost (:func:`assign`), which computes its inverse. A result that several ranks use
+is computed by the owner and broadcast, so that it is bitwise equal on all ranks. :class:`ReplicatedDistributor` is for
+ranks that have all parameters; :mod:`ngplus.distributed.sharded` for ranks that have shards of them.
 
-"batch" curvature communicates nothing of its own: its gradients are averaged already.
+The curvature "batch" needs no communication: its gradients are averaged already.
 """
 
 from __future__ import annotations
@@ -33,18 +34,15 @@ DISTRIBUTIONS = ("communication", "memory")
 
 
 @dataclass
-class Sum:
-    """The sums of one matrix on this rank, on their way to those of all ranks.
-
-    ``keeper`` is the rank that alone needs the result; None where all do.
-    """
+class MatrixSum:
+    """The sums of one matrix that are reduced over ranks: to the rank ``destination``, or to all where it is None."""
 
     gathered: Accumulator
     partition: BlockPartition
     dtype: torch.dtype
     device: torch.device
     failed: bool
-    keeper: int | None = None
+    destination: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class RankGroup:
 
     @classmethod
     def of(cls, model: nn.Module | None, group: dist.ProcessGroup | None) -> RankGroup | None:
-        """Those of a DistributedDataParallel model, or those that the user names; None for a process of its own."""
+        """The ranks of a DistributedDataParallel model, or of the given group; None for a single process."""
         if group is None and isinstance(model, nn.parallel.DistributedDataParallel):
             group = model.process_group
         if group is None or dist.get_world_size(group) == 1:
@@ -67,11 +65,10 @@ class RankGroup:
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
-    def add_up(self, sums: Sequence[Sum]) -> None:
-        """Makes the sums those of all ranks, at their keepers; the counts, and who had to fall back, everywhere.
+    def reduce(self, sums: Sequence[MatrixSum]) -> None:
+        """Reduces the sums to their destinations, in place. Counts and ``failed`` are all-reduced.
 
-        The sums are of the same matrices on all ranks, in the same order; a rank whose module saw no samples has empty
-        ones.
+        All ranks pass the same matrices in the same order. The sums of a rank without samples may be empty.
         """
         if not sums:
             return
@@ -81,7 +78,7 @@ class RankGroup:
             device=sums[0].device,
         )
         dist.all_reduce(counts, group=self.group)
-        travelling: list[tuple[Sum, Tensor]] = []
+        packed: list[tuple[MatrixSum, Tensor]] = []
         for s, (samples, used, ranks, failed) in zip(sums, counts.tolist(), strict=True):
             s.gathered.samples, s.gathered.used, s.gathered.ranks = round(samples), round(used), round(ranks)
             s.failed = failed > 0
@@ -93,36 +90,33 @@ class RankGroup:
                     torch.zeros(s.partition.groups * n, p, p, dtype=s.dtype, device=s.device)
                     for _, n, p in s.partition.stacks
                 ]
-            travelling.append((s, pack(stacks)))
-        travelling.sort(key=lambda pair: -1 if pair[0].keeper is None else pair[0].keeper)
-        for keeper, bucket in buckets([(s.keeper, flat) for s, flat in travelling]):
-            joined = torch.cat([travelling[i][1] for i in bucket])
-            self._to_keeper(joined, keeper)
-            for i, piece in zip(bucket, joined.split([travelling[i][1].numel() for i in bucket]), strict=True):
-                s = travelling[i][0]
-                here = keeper is None or keeper == self.rank
-                s.gathered.total, s.gathered.roots = unpack(piece, s.partition) if here else None, []
+            packed.append((s, pack(stacks)))
+        packed.sort(key=lambda pair: -1 if pair[0].destination is None else pair[0].destination)
+        for destination, bucket in buckets([(s.destination, flat) for s, flat in packed]):
+            joined = torch.cat([packed[i][1] for i in bucket])
+            if destination is None:
+                dist.all_reduce(joined, group=self.group)
+            else:
+                dist.reduce(joined, dst=dist.get_global_rank(self.group, destination), group=self.group)
+            here = destination is None or destination == self.rank
+            for i, flat in zip(bucket, joined.split([packed[i][1].numel() for i in bucket]), strict=True):
+                s = packed[i][0]
+                s.gathered.total, s.gathered.roots = unpack(flat, s.partition) if here else None, []
 
-    def _to_keeper(self, flat: Tensor, keeper: int | None) -> None:
-        if keeper is None:
-            dist.all_reduce(flat, group=self.group)
-        else:
-            dist.reduce(flat, dst=dist.get_global_rank(self.group, keeper), group=self.group)
-
-    def send(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
-        """Each tensor gets, in place and on all ranks, what it holds at its owner."""
+    def broadcast(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+        """Broadcasts each tensor from its owner, in place."""
         order = sorted(range(len(tensors)), key=lambda i: owners[i])
         for owner, bucket in buckets([(owners[i], tensors[i]) for i in order]):
-            mine = [tensors[order[i]] for i in bucket]
-            joined = torch.cat([tensor.flatten() for tensor in mine])
+            own = [tensors[order[i]] for i in bucket]
+            joined = torch.cat([tensor.flatten() for tensor in own])
             assert owner is not None
             dist.broadcast(joined, src=dist.get_global_rank(self.group, owner), group=self.group)
-            for tensor, piece in zip(mine, joined.split([tensor.numel() for tensor in mine]), strict=True):
-                tensor.copy_(piece.view_as(tensor))
+            for tensor, flat in zip(own, joined.split([tensor.numel() for tensor in own]), strict=True):
+                tensor.copy_(flat.view_as(tensor))
 
 
 class Traffic(NamedTuple):
-    """Numbers of one matrix that cross ranks: the sums of a refresh, the inverse of a refresh, those of every step."""
+    """Entries of one matrix that ranks communicate: the sums of a refresh, its inverse, and those of every step."""
 
     average: int
     inverse: int
@@ -130,7 +124,7 @@ class Traffic(NamedTuple):
 
 
 class Distributor:
-    """Ranks that share the work on some matrices. Each matrix has an owner among them."""
+    """Distributes the work on some matrices over ranks. Each matrix has an owner among them."""
 
     owners: dict[int, int]  # by the id of the matrix
 
@@ -144,36 +138,36 @@ class Distributor:
         raise NotImplementedError
 
     def is_remote(self, matrix: ParameterMatrix) -> bool:
-        """Is the matrix's curvature with its owner alone, and its direction sent in every step?"""
+        """Whether only the owner has the curvature of a matrix, and sends the direction in every step."""
         raise NotImplementedError
 
-    def keeps(self, matrix: ParameterMatrix) -> bool:
-        """Does this rank hold the matrix's curvature, and find its direction?"""
+    def has_curvature(self, matrix: ParameterMatrix) -> bool:
+        """Whether this rank has the curvature of a matrix, and computes its direction."""
         return self.owns(matrix) or not self.is_remote(matrix)
 
-    def add_up(self, due: Sequence[tuple[ParameterMatrix, Sum]]) -> None:
-        """The sums of a refresh, brought to where they are needed."""
+    def reduce(self, due: Sequence[tuple[ParameterMatrix, MatrixSum]]) -> None:
+        """Reduces the sums of a refresh to the ranks that need them."""
         raise NotImplementedError
 
-    def agree(self, table: Tensor) -> None:
-        """Adds up a small tensor over the team, in place."""
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sums a tensor over the ranks, in place."""
         raise NotImplementedError
 
     def gather(self, matrices: Sequence[ParameterMatrix]) -> dict[int, list[Tensor]]:
-        """Gradients that have to be put together first, at their owners, by the id of their matrix."""
+        """Gathers sharded gradients at their owners; returns those of this rank by the id of their matrix."""
         return {}
 
     def scatter_directions(
         self, matrices: Sequence[ParameterMatrix], directions: Mapping[nn.Parameter, Tensor]
     ) -> dict[nn.Parameter, Tensor]:
-        """The directions of these matrices on every rank, from those that their owners have found."""
+        """Sends the directions that owners have computed; returns those of all these matrices."""
         raise NotImplementedError
 
 
-def add_up(
+def reduce_curvature(
     distributor: Distributor, collector: Collector, due: Sequence[ParameterMatrix], groups: Mapping[nn.Parameter, Group]
 ) -> list[ParameterMatrix]:
-    """On all ranks alike: the sums of these matrices become those of all ranks' samples, at those that need them.
+    """Reduces the sums of these matrices over the samples of all ranks. All ranks call it with the same matrices.
 
     Returns the matrices for which any rank has counted samples.
     """
@@ -181,21 +175,22 @@ def add_up(
     for matrix in due:
         partition = matrix.partition_of(groups[matrix.params[0]])
         failed = matrix.source == "batch" or bool(matrix.reason)
-        sums.append((matrix, Sum(collector.of(matrix), partition, matrix.dtype, matrix.params[0].device, failed)))
-    distributor.add_up(sums)
+        entry = MatrixSum(collector.of(matrix), partition, matrix.dtype, matrix.params[0].device, failed)
+        sums.append((matrix, entry))
+    distributor.reduce(sums)
     for matrix, s in sums:
         if s.failed and matrix.source != "batch":
             matrix.fall_back(matrix.reason or "another rank has no per-sample curvature for it")
-        if s.failed or not s.gathered.used or not distributor.keeps(matrix):
+        if s.failed or not s.gathered.used or not distributor.has_curvature(matrix):
             collector.take(matrix)
     return [matrix for matrix, s in sums if s.gathered.used and not s.failed]
 
 
 class ReplicatedDistributor(Distributor):
-    """The team of ranks that all hold the parameters, as with DistributedDataParallel.
+    """For ranks that all have the whole parameters, as with DistributedDataParallel.
 
-    "communication": the owner inverts L and sends the inverse, once a refresh; every rank applies
-    it. "memory": the owner alone keeps the curvature, and sends the direction in every step.
+    "communication": at a refresh the owner broadcasts the inverse, and every rank applies it. "memory": only the owner
+    has the curvature; it broadcasts the direction in every step.
     """
 
     def __init__(
@@ -204,14 +199,14 @@ class ReplicatedDistributor(Distributor):
         matrices: Sequence[ParameterMatrix],
         groups: Mapping[nn.Parameter, Group],
         distribution: str,
-        kept: Mapping[nn.Parameter, int],
+        old_owners: Mapping[nn.Parameter, int],
     ) -> None:
         super().__init__(matrices)
         self.ranks, self._groups = ranks, groups
-        # The rows of a sparse gradient come and go, and their side is short: each rank applies the inverse to them.
+        # Ranks have different rows of a sparse gradient, and R is small: each rank applies the inverse to its rows.
         self._remote = {id(m) for m in matrices if distribution == "memory" and not m.sparse}
         costs = [cost_of(m, m.partition_of(groups[m.params[0]]), id(m) in self._remote) for m in matrices]
-        owners = assign(costs, ranks.size, [kept.get(m.params[0]) for m in matrices])
+        owners = assign(costs, ranks.size, [old_owners.get(m.params[0]) for m in matrices])
         self.owners = dict(zip(map(id, matrices), owners, strict=True))
 
     def owns(self, matrix: ParameterMatrix) -> bool:
@@ -220,64 +215,58 @@ class ReplicatedDistributor(Distributor):
     def is_remote(self, matrix: ParameterMatrix) -> bool:
         return id(matrix) in self._remote
 
-    def shares(self, matrix: ParameterMatrix) -> bool:
-        """Does the owner send the inverse?"""
-        return not self.is_remote(matrix)
-
-    def add_up(self, due: Sequence[tuple[ParameterMatrix, Sum]]) -> None:
-        """To the owner; to all where each rank inverts for itself, or keeps the moving average."""
+    def reduce(self, due: Sequence[tuple[ParameterMatrix, MatrixSum]]) -> None:
+        """To the owner; to all ranks where each of them has the moving average."""
         for matrix, s in due:
             averaged = self._groups[matrix.params[0]]["curvature"] == "momentum"
-            alone = self.is_remote(matrix) or (self.shares(matrix) and not averaged)
-            s.keeper = self.owners[id(matrix)] if alone else None
-        self.ranks.add_up([s for _, s in due])
+            s.destination = None if averaged and not self.is_remote(matrix) else self.owners[id(matrix)]
+        self.ranks.reduce([s for _, s in due])
 
-    def agree(self, table: Tensor) -> None:
-        dist.all_reduce(table, group=self.ranks.group)
+    def all_reduce(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self.ranks.group)
 
     def traffic(self, matrix: ParameterMatrix, group: Group) -> Traffic:
         partition = matrix.partition_of(group)
-        step = sum(p.numel() for p in matrix.active_params) if self.is_remote(matrix) else 0
-        return Traffic(partition.triangle, partition.triangle + 1 if self.shares(matrix) else 0, step)
+        if self.is_remote(matrix):
+            return Traffic(partition.triangle, 0, sum(p.numel() for p in matrix.active_params))
+        return Traffic(partition.triangle, partition.triangle + 1, 0)  # the inverse and lambda
 
     def scatter_directions(
         self, matrices: Sequence[ParameterMatrix], directions: Mapping[nn.Parameter, Tensor]
     ) -> dict[nn.Parameter, Tensor]:
         params = [(param, self.owners[id(m)]) for m in matrices for param in m.active_params]
         out = {p: directions[p].contiguous() if p in directions else torch.empty_like(p) for p, _ in params}
-        self.ranks.send(list(out.values()), [owner for _, owner in params])
+        self.ranks.broadcast(list(out.values()), [owner for _, owner in params])
         return out
 
 
 def cost_of(matrix: ParameterMatrix, partition: BlockPartition, steps: bool) -> float:
-    """The cost of a matrix by its shape alone, so that it never changes: d p^2 a refresh; for each side d p D a step,
-    and m n for what is elementwise, which is all where no side is curved."""
+    """The cost of a matrix, by its shape alone so that it never changes: d p^2 for the refresh. With ``steps``, also
+    d p D for each preconditioned side, and m n for elementwise operations."""
     entries = matrix.layout.rows * matrix.layout.cols
     products = sum(own.elements * (entries // own.d) for _, own in partition.sides("left"))
     return float(partition.cubes + (products + partition.groups * entries if steps else 0))
 
 
-def assign(costs: Sequence[float], ranks: int, kept: Sequence[int | None] | None = None) -> list[int]:
-    """The owner of each piece of work: the heaviest first, each to the rank with the least so far.
+def assign(costs: Sequence[float], ranks: int, old_owners: Sequence[int | None] = ()) -> list[int]:
+    """Assigns each item to a rank: in order of falling cost, to the rank with the least load so far.
 
-    The heaviest rank has at most 4/3 of the load that the best assignment would give it. ``kept`` are owners that stay,
-    of work that was assigned before.
+    The largest load is at most 4/3 of that of the best assignment (Graham, 1969). Items with an old owner stay there.
     """
     loads = [0.0] * ranks
-    owner = [0] * len(costs)
-    for i, known in enumerate(kept or ()):
-        if known is not None:
-            owner[i] = known
-            loads[known] += costs[i]
-    new = [i for i in range(len(costs)) if kept is None or kept[i] is None]
-    for i in sorted(new, key=lambda i: (-costs[i], i)):
-        owner[i] = min(range(ranks), key=lambda r: (loads[r], r))
-        loads[owner[i]] += costs[i]
-    return owner
+    owners = list(old_owners) or [None] * len(costs)
+    for owner, cost in zip(owners, costs, strict=True):
+        if owner is not None:
+            loads[owner] += cost
+    for i in sorted((i for i, owner in enumerate(owners) if owner is None), key=lambda i: (-costs[i], i)):
+        rank = min(range(ranks), key=lambda r: (loads[r], r))
+        loads[rank] += costs[i]
+        owners[i] = rank
+    return [owner for owner in owners if owner is not None]
 
 
 def pack(stacks: Sequence[Tensor]) -> Tensor:
-    """The lower triangles of stacks [blocks, p, p], flat."""
+    """The lower triangles of stacks [blocks, p, p] as one vector."""
     flat = []
     for stack in stacks:
         rows, cols = torch.tril_indices(stack.shape[-1], stack.shape[-1], device=stack.device)
@@ -286,7 +275,7 @@ def pack(stacks: Sequence[Tensor]) -> Tensor:
 
 
 def unpack(flat: Tensor, partition: BlockPartition) -> list[Tensor]:
-    """The way back, both triangles filled."""
+    """The inverse of :func:`pack`, with both triangles."""
     stacks, start = [], 0
     for _, count, size in partition.stacks:
         blocks, length = partition.groups * count, size * (size + 1) // 2
@@ -301,14 +290,14 @@ def unpack(flat: Tensor, partition: BlockPartition) -> list[Tensor]:
 
 
 def buckets(entries: Sequence[tuple[int | None, Tensor]]) -> list[tuple[int | None, list[int]]]:
-    """Neighbours of one address and one dtype together, up to the size of a bucket."""
+    """Groups the indices of consecutive entries with the same rank and dtype, up to ``BUCKET_BYTES``."""
     found: list[tuple[int | None, list[int]]] = []
-    room, last = 0, None
-    for i, (address, tensor) in enumerate(entries):
+    free, last = 0, None
+    for i, (rank, tensor) in enumerate(entries):
         size = tensor.numel() * tensor.element_size()
-        if not found or size > room or (address, tensor.dtype) != last:
-            found.append((address, []))
-            room, last = BUCKET_BYTES, (address, tensor.dtype)
+        if not found or size > free or (rank, tensor.dtype) != last:
+            found.append((rank, []))
+            free, last = BUCKET_BYTES, (rank, tensor.dtype)
         found[-1][1].append(i)
-        room -= size
+        free -= size
     return found

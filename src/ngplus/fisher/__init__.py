@@ -1,1 +1,1 @@
-"""Pure functions on tensors: from factors of per-sample gradients to L or R, and to their inverses."""
+"""Functions on tensors alone: from factors of per-sample gradients to L or R, and to their inverses."""

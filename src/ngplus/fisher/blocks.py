@@ -1,10 +1,7 @@
-"""The block-diagonal form: how the curved dimension d is cut into blocks of p, the last of any size.
+"""The block-diagonal form: the dimension d of L or R is split into blocks of p; the last block may be smaller.
 
-A cut matrix is a list of one or two stacks, [groups * blocks, p, D] and, where p does not divide d, [groups, rest, D].
-Without a block size there is one stack with one block a group. Where both sides are curved there are those of the one
-and then those of the other, and where none is there is no stack; the gradient then stays whole.
-
-Tensors only.
+A partitioned matrix is a list of one or two stacks: [groups * blocks, p, D] and, where p does not divide d,
+[groups, rest, D]. Without a block size there is one stack with one block for each group.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BlockPartition:
-    """The stacks that a dimension of length d falls into: ``(start, number of blocks, block size)`` each."""
+    """Splits a dimension of length d into blocks of ``size``, for each group."""
 
     groups: int
     d: int
@@ -31,43 +28,41 @@ class BlockPartition:
 
     @cached_property
     def stacks(self) -> list[tuple[int, int, int]]:
+        """``(start, number of blocks, block size)`` of each stack, for one group."""
         full, rest = divmod(self.d, self.size)
-        stacks = [(0, full, self.size)]
-        if rest:
-            stacks.append((full * self.size, 1, rest))
-        return stacks
+        return [(0, full, self.size)] + ([(full * self.size, 1, rest)] if rest else [])
 
     @cached_property
     def shapes(self) -> list[tuple[int, int]]:
-        """Of each stack, how many blocks it has over all groups, and their size."""
+        """``(number of blocks over all groups, block size)`` of each stack."""
         return [(self.groups * count, size) for _, count, size in self.stacks]
 
     @property
     def count(self) -> int:
-        """Blocks in all, over all groups."""
+        """Number of blocks over all groups."""
         return self.groups * sum(count for _, count, _ in self.stacks)
 
     @property
     def elements(self) -> int:
-        """Numbers in all the blocks' matrices."""
+        """Number of entries of all blocks."""
         return self.groups * sum(count * size * size for _, count, size in self.stacks)
 
     @property
     def triangle(self) -> int:
-        """Numbers in the lower triangles of all the blocks' matrices: what a symmetric matrix is on the wire."""
+        """Number of entries of the lower triangles of all blocks, which is what ranks communicate."""
         return self.groups * sum(count * size * (size + 1) // 2 for _, count, size in self.stacks)
 
     @property
     def cubes(self) -> int:
-        """The sum of p^3 over all blocks, the cost of an inverse up to its constant."""
+        """Sum of p^3 over all blocks: the cost of the inverses up to a constant."""
         return self.groups * sum(count * size**3 for _, count, size in self.stacks)
 
     def sides(self, side: str) -> list[tuple[str, BlockPartition]]:
-        """Each side that is curved, with a cut of its own; ``side`` is the first."""
+        """The preconditioned sides, each with its partition; ``side`` comes first."""
         return [(side, self)]
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """[groups, d, D] to stacks of [groups * blocks, p, D]; views wherever strides allow it."""
+        """[groups, d, D] to stacks of [groups * blocks, p, D]; views where strides allow it."""
         out = []
         for start, count, size in self.stacks:
             piece = x if count * size == self.d else x.narrow(1, start, count * size)
@@ -75,7 +70,7 @@ class BlockPartition:
         return out
 
     def merge(self, stacks: Sequence[Tensor]) -> Tensor:
-        """The way back: stacks of [groups * blocks, p, D] to [groups, d, D]."""
+        """The inverse of :meth:`split`: stacks of [groups * blocks, p, D] to [groups, d, D]."""
         pieces = [
             stack.unflatten(0, (self.groups, count)).flatten(1, 2) if count > 1 else stack
             for stack, (_, count, _) in zip(stacks, self.stacks, strict=True)
@@ -94,7 +89,7 @@ class BlockPartition:
 
 @dataclass(frozen=True)
 class NoPartition(BlockPartition):
-    """No side curved: the gradient stays as it is, and so do Adam's moments of it."""
+    """No side is preconditioned: there are no stacks, and the gradient is not split."""
 
     @cached_property
     def stacks(self) -> list[tuple[int, int, int]]:
@@ -112,9 +107,9 @@ class NoPartition(BlockPartition):
 
 @dataclass(frozen=True)
 class TwoSidedPartition(BlockPartition):
-    """Both sides of a matrix curved (NGAdam): for d and for the other dimension, each whole or in blocks.
+    """Both sides are preconditioned (NGAdam): ``first`` partitions d, ``second`` the other dimension.
 
-    The gradient stays one stack; only what is made of the sides, their products and roots, comes in those of each.
+    ``stacks`` are those of L and R, first side first. The gradient is not split.
     """
 
     other: int = 0
@@ -142,5 +137,5 @@ class TwoSidedPartition(BlockPartition):
         return stacks[0]
 
     def dense(self, stacks: Sequence[Tensor]) -> Tensor:
-        """That of the side which the rule m <= n takes."""
+        """The block-diagonal matrices of the first side."""
         return self.first.dense(stacks[: len(self.first.stacks)])

@@ -1,8 +1,8 @@
 """The generalized Fisher matrices: from the factors of per-sample gradients to L or R.
 
-Every form of :mod:`.factors` comes down to a pair of tall matrices Y, Z with sum_i G_i G_i^T = Y^T Z (left side)
-or sum_i G_i^T G_i = Y^T Z (right side), made chunk by chunk so that memory stays bounded. With d the curved dimension
-(m on the left, n on the right), D the other one, kappa positions, per sample and in multiplications:
+Each class of :mod:`.factors` gives a pair of tall matrices Y, Z with sum_i G_i G_i^T = Y^T Z (left side) or
+sum_i G_i^T G_i = Y^T Z (right side), in chunks of samples to bound memory. With d the size of L or R (m on the left, n
+on the right), D the other dimension and kappa positions, the multiplications per sample are:
 
 ========= ============================ ============================== =========================================
 form      Y                            Z                              cost
@@ -12,15 +12,13 @@ gram      C_i (kappa x d)              (O_i O_i^T) C_i                kappa^2 (d
 explicit  O_i^T C_i (D x d)            the same                       kappa d D + d^2 D
 ========= ============================ ============================== =========================================
 
-where C_i holds the curved factor's positions as rows and O_i the other's. ``choose_form`` takes the cheapest of those
-that apply; each of them can be forced, and they agree.
-
-Tensors only: nothing here knows layers or optimizers.
+where the rows of C_i are the positions of the factor of size d ("curved"), and those of O_i the positions of the other
+factor. ``choose_form`` takes the cheapest form that applies. All forms give the same sum up to rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -33,7 +31,7 @@ CHUNK_BYTES = 16 * 2**20
 
 
 def choose_form(factors: Factors, side: str, other: int, block: int) -> str:
-    """The cheapest exact form by the cost model."""
+    """The cheapest form by the cost model."""
     costs = factors.costs(side, other, block)
     return min(costs, key=lambda form: costs[form])
 
@@ -51,41 +49,33 @@ def gfim_sum(
 ) -> list[Tensor]:
     """sum_i G_i G_i^T (left) or sum_i G_i^T G_i (right) over the samples, as the stacks of ``partition``.
 
-    ``samples`` picks a sub-sample by index; ``sketch`` makes the sketch of the other dimension, or None for it.
+    ``samples`` are the indices of a sub-sample. ``sketch(D)`` returns the sketch of the other dimension, or None.
     """
     other = factors.curved_and_other(side)[1]
-    omega = sketch(other) if sketch is not None and not _skips_sketch(factors, side) else None
+    omega = None
+    # The exact R of an embedding reads only the table rows that the samples use: no sketch makes it cheaper.
+    if sketch is not None and not (side == "right" and isinstance(factors, Lookup | Bags)):
+        omega = sketch(other)
     other = other if omega is None else omega.spec.size
     if form == "auto":
         form = choose_form(factors, side, other, partition.size)
     elif form not in factors.costs(side, other, partition.size):
         raise ValueError(f"The form {form!r} does not apply to {type(factors).__name__} on the {side} side")
+    count = factors.samples if samples is None else len(samples)
+    sample_bytes = factors.memory(side, form, other) * (torch.finfo(dtype).bits // 8)
+    step = max(1, chunk_bytes // max(1, sample_bytes))
     total: list[Tensor] = []
-    for piece in _pieces(factors, factors.memory(side, form, other), samples, chunk_bytes, dtype):
-        y, z = factors.pair(side, form, piece, omega, dtype)
-        _add_products(total, partition.split(y.mT), partition.split(z.mT))
+    for start in range(0, count, step):
+        chunk = slice(start, start + step) if samples is None else samples[start : start + step]
+        y, z = (partition.split(x.mT) for x in factors.pair(side, form, chunk, omega, dtype))
+        if total:
+            for acc, a, b in zip(total, y, z, strict=True):
+                _add_lower(acc, a, b)
+        else:
+            total = [_lower(a, b) for a, b in zip(y, z, strict=True)]
     for acc in total:
         _mirror(acc)
     return total
-
-
-def _pieces(
-    factors: Factors, numbers: int, samples: Tensor | None, chunk_bytes: int, dtype: torch.dtype
-) -> Iterator[Tensor | slice]:
-    """The samples in pieces that fit into ``chunk_bytes`` at so many numbers a sample."""
-    count = factors.samples if samples is None else len(samples)
-    step = max(1, int(chunk_bytes // max(1, numbers * (torch.finfo(dtype).bits // 8))))
-    for start in range(0, count, step):
-        yield slice(start, start + step) if samples is None else samples[start : start + step]
-
-
-def _add_products(total: list[Tensor], ys: Sequence[Tensor], zs: Sequence[Tensor]) -> None:
-    """total += y z^T, begun where there is none yet; lower triangles only."""
-    if total:
-        for acc, y, z in zip(total, ys, zs, strict=True):
-            _add_lower(acc, y, z)
-    else:
-        total += [_lower(y, z) for y, z in zip(ys, zs, strict=True)]
 
 
 def gfim_root(
@@ -101,12 +91,12 @@ def gfim_root(
 
 
 def _panel(d: int) -> int:
-    """Rows that are worked on together where only the lower triangle is made; d for small matrices, made as a whole."""
+    """Height of the row panels of the lower triangle; d where the whole matrix is computed at once."""
     return d if d < 256 else min(256, -(-d // 256) * 64)
 
 
 def _lower(a: Tensor, b: Tensor) -> Tensor:
-    """a b^T, of which, since it is symmetric, only the panels of rows up to their diagonal blocks are made."""
+    """The symmetric product a b^T; of a large one only the row panels up to their diagonal blocks."""
     d = a.shape[1]
     if _panel(d) == d:
         return torch.bmm(a, b.mT)
@@ -116,7 +106,7 @@ def _lower(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _add_lower(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """The same, added to what there is."""
+    """total += a b^T, in place, in the same panels."""
     d = total.shape[-1]
     panel = _panel(d)
     if panel == d:
@@ -129,14 +119,9 @@ def _add_lower(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _mirror(total: Tensor) -> None:
-    """Fills the upper panels that ``_add_lower`` has left out."""
+    """Fills the upper panels, which :func:`_add_lower` skips."""
     d = total.shape[-1]
     panel = _panel(d)
     for start in range(panel, d, panel):
         end = min(d, start + panel)
         total[:, :start, start:end] = total[:, start:end, :start].mT
-
-
-def _skips_sketch(factors: Factors, side: str) -> bool:
-    """An embedding's exact product already touches nothing of the other dimension's size."""
-    return side == "right" and isinstance(factors, Lookup | Bags)

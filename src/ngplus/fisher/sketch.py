@@ -1,10 +1,8 @@
-"""Random sketches: matrices Omega with E[Omega Omega^T] = I that make a long dimension short.
+"""Random sketches: matrices Omega (n x q), q << n, with E[Omega Omega^T] = I.
 
-A sketch stands between a gradient and its product: G G^T ~ (G Omega)(G Omega)^T with Omega (n x q), q << n. The paper
-samples columns uniformly; the Gaussian, CountSketch and SRHT kinds are its "other sketchy ways". The same object
-shortens the rows of the least-squares problem in :mod:`ngplus.fisher.inverses`.
-
-Tensors only: nothing here knows layers or optimizers.
+A sketch approximates a product, G G^T ~ (G Omega)(G Omega)^T, and reduces the number of equations of the least-squares
+problem in :mod:`ngplus.fisher.inverses`. The paper samples columns uniformly, and mentions other sketches without
+naming them; the Gaussian, CountSketch and SRHT (subsampled randomized Hadamard transform) kinds stand for these.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ KINDS = ("uniform", "gaussian", "countsketch", "srht")
 
 @dataclass(frozen=True)
 class SketchSpec:
-    """What the user asks for: the size q, the kind, and whether uniform sampling puts columns back."""
+    """The parsed ``sketch`` argument: the size q, the kind, and whether uniform sampling is with replacement."""
 
     size: int
     kind: str = "uniform"
@@ -30,7 +28,7 @@ class SketchSpec:
 
     @classmethod
     def parse(cls, value: int | Mapping[str, Any] | None) -> SketchSpec | None:
-        """Reads the ``sketch`` argument: None, a size q, or a mapping with ``size``, ``kind`` and ``replacement``."""
+        """Parses ``sketch``: None, a size q, or a mapping with ``size``, ``kind`` and ``replacement``."""
         if value is None:
             return None
         if isinstance(value, Mapping):
@@ -50,10 +48,9 @@ class SketchSpec:
 
 
 class Sketch:
-    """One drawn Omega (n x q). ``sketch(x)`` is ``x @ Omega`` along the last dimension of x.
+    """A random Omega (n x q). ``sketch(x)`` is ``x @ Omega`` along the last dimension of x.
 
-    The numbers are drawn on the CPU from ``seed`` alone, so every device and every rank draws the same Omega, and a
-    resumed run draws it again.
+    Omega is drawn on the CPU from ``seed`` alone: it is the same on every device and rank, and after a resume.
 
     Cost for x with N rows: uniform N q, gaussian N n q, countsketch N n, srht N n log n.
     """
@@ -68,8 +65,8 @@ class Sketch:
         if spec.kind == "gaussian":
             self._dense = torch.randn(n, q, generator=generator, dtype=torch.float64) / math.sqrt(q)
             return
-        # Uniform sampling picks among the n columns, SRHT among those of the padded transform.
-        population = 1 << max(n - 1, 0).bit_length() if spec.kind == "srht" else n
+        # Uniform sampling picks among n columns, SRHT among those of the transform, padded to a power of two.
+        population = _padded(n) if spec.kind == "srht" else n
         if spec.kind == "countsketch":
             self._index = torch.randint(q, (n,), generator=generator)
         elif spec.kind == "uniform" and not spec.replacement:
@@ -99,13 +96,16 @@ class Sketch:
 
 def hadamard(x: Tensor) -> Tensor:
     """The orthonormal Walsh-Hadamard transform of the last dimension, padded with zeros to a power of two."""
-    n = x.shape[-1]
-    size = 1 << max(n - 1, 0).bit_length()
-    x = torch.nn.functional.pad(x, (0, size - n))
-    half = 1
+    size, half = _padded(x.shape[-1]), 1
+    x = torch.nn.functional.pad(x, (0, size - x.shape[-1]))
     while half < size:
         pairs = x.reshape(*x.shape[:-1], size // (2 * half), 2, half)
         a, b = pairs.unbind(-2)
         x = torch.stack((a + b, a - b), dim=-2).flatten(-3)
         half *= 2
     return x / math.sqrt(size)
+
+
+def _padded(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()

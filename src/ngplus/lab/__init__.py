@@ -1,4 +1,4 @@
-"""The laboratory: workloads, rivals, comparisons, figures and benchmarks, on the public names of ngplus alone.
+"""Workloads, training, tuning, comparisons, figures and benchmarks; it uses the public names of ngplus only.
 
 It is an extra (in the project's folder, ``pip install '.[lab]'``); ``import ngplus`` does not load it.
 """

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ngplus.lab import options
-from ngplus.lab import train as shared
+from ngplus.lab import options, settings, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +22,7 @@ SPARE = ("best", "state", "ms a step")  # columns that a narrow terminal does wi
 
 
 def register(app: typer.Typer) -> None:
-    app.command(name="compare", help=shared.paragraphs(compare))(compare)
+    app.command(name="compare", help=terminal.paragraphs(compare))(compare)
 
 
 @options.with_changes
@@ -55,30 +54,32 @@ def compare(
 
     ngplus compare autoencoder --optimizers adamw,soap,ngplus --seeds 5
     """
-    console = shared.make_console()
-    with shared.friendly(console):
-        from ngplus.lab import optimizers as rivals
+    console = terminal.make_console()
+    with terminal.friendly(console):
+        from ngplus.lab import optimizers as known
         from ngplus.lab import processes
 
-        shared.use_threads(threads, preset)
-        shared.check_presets(presets)
-        wanted = rivals.pick(optimizers)
+        settings.use_threads(threads, preset)
+        settings.check_presets(presets)
+        wanted = known.pick(optimizers)
         parts = []
-        for name in shared.listed(workload):
-            chosen, size = shared.open_preset(name, preset, changes, sets or [], None)
+        for name in settings.listed(workload):
+            chosen, size = settings.open_preset(name, preset, changes, sets or [], None)
             root = out / chosen.name if out and "," in workload else out or Path("runs") / f"{chosen.name}-{preset}"
             configs = {
-                root / f"{rival}-seed{seed}": shared.configure(chosen, preset, size, rival, seed=seed, presets=presets)
+                root / f"{optimizer}-seed{seed}": settings.configure(
+                    chosen, preset, size, optimizer, seed=seed, presets=presets
+                )
                 for seed in range(seeds)
-                for rival in wanted
+                for optimizer in wanted
             }
-            shared.check_out(root)
+            settings.check_out(root)
             _check_folders(configs, fresh)
-            parts.append((chosen, shared.open_task(chosen, size, data), configs, root))
+            parts.append((chosen, settings.open_task(chosen, size, data), configs, root))
         with processes.group(device):
             for chosen, task, configs, root in parts:
                 runs, going_on = _make(configs, task, device, console)
-                if shared.is_first():
+                if terminal.is_first():
                     _show(console, chosen.title, runs, len(configs), root)
                 if not going_on:
                     raise typer.Exit(130)
@@ -91,7 +92,7 @@ def _check_folders(configs: dict[Path, Config], fresh: bool) -> None:
     for folder, config in configs.items():
         if not runs.begun(folder):
             continue
-        if fresh and shared.is_first():
+        if fresh and terminal.is_first():
             with runs.locked(folder):
                 for path in [*folder.glob("events.out.*"), *(folder / name for name in runs.FILES)]:
                     path.unlink(missing_ok=True)
@@ -105,17 +106,17 @@ def _check_folders(configs: dict[Path, Config], fresh: bool) -> None:
 def _make(configs: dict[Path, Config], task: Task, device: str, console: Console) -> tuple[list[Run], bool]:
     """The runs that are not there yet, one after the other. All that could be made, as they are on disk; and whether
     nobody has asked for an end."""
-    from ngplus.lab import runs, training
+    from ngplus.lab import loop, runs
 
     done: list[Path] = []
     going_on = True
-    with shared.bars(console, len(configs)) as board:
+    with terminal.bars(console, len(configs)) as board:
         for folder, config in configs.items():
             on_step = board.start(config)
             try:
-                result = training.run(config, task, folder, resume=True, device=device, on_step=on_step)
+                result = loop.run(config, task, folder, resume=True, device=device, on_step=on_step)
             except runs.Busy as error:
-                console.print(shared.shown(f"{error}: left to it"), highlight=False)
+                console.print(terminal.shown(f"{error}: left to it"), highlight=False)
                 continue
             except KeyboardInterrupt:  # between two runs, or for the second time: show what there is
                 going_on = False
@@ -145,11 +146,11 @@ def _table(console: Console, title: str, runs: list[Run]) -> Table:
 def _drawn(title: str, caption: str, headings: list[str], lines: list[list[str]]) -> Table:
     from rich.table import Table
 
-    table = Table(title=shared.shown(title), caption=shared.shown(caption), caption_justify="left")
+    table = Table(title=terminal.shown(title), caption=terminal.shown(caption), caption_justify="left")
     for number, heading in enumerate(headings):
-        table.add_column(shared.shown(heading), justify="left" if number == 0 else "right", no_wrap=True)
+        table.add_column(terminal.shown(heading), justify="left" if number == 0 else "right", no_wrap=True)
     for line in lines:
-        table.add_row(*(shared.shown(cell) for cell in line))
+        table.add_row(*(terminal.shown(cell) for cell in line))
     return table
 
 
@@ -167,4 +168,4 @@ def _show(console: Console, title: str, runs: list[Run], wanted: int, root: Path
             f"{which} from other code than that at hand, or it is not known from which, and may differ from what it "
             f"makes: --fresh makes {'it' if others == 1 else 'them'} again."
         )
-    console.print(f"As a page: ngplus report {shared.shown(str(root))} --out report.html", highlight=False)
+    console.print(f"As a page: ngplus report {terminal.shown(str(root))} --out report.html", highlight=False)

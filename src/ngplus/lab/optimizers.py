@@ -1,8 +1,7 @@
-"""The rivals by name, with their defaults and the ranges they are tuned over.
+"""The optimizers by name, with their defaults and tuning ranges.
 
-Each class is imported when it is asked for. Every rival gets the same treatment: a learning rate that the run's
-schedule multiplies, fixed settings for the rest, and a tuning range for the one or two numbers that matter most. The
-fixed settings are the class's own defaults, but for some, which docs/laboratory.md lists.
+Each class is imported on first use. The run's schedule multiplies the learning rate. One or two hyper-parameters have a
+tuning range; the others are fixed to the class's defaults, with the exceptions that docs/laboratory.md lists.
 """
 
 from __future__ import annotations
@@ -12,26 +11,17 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-
-class Trainer(Protocol):
-    """What the training loop asks of an optimizer."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
-    def zero_grad(self) -> None: ...
-    def step(self) -> Any: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+from ngplus.lab.optimizer_wrappers import AsMatrices, PlainState, Together, Trainer
 
 
 @dataclass(frozen=True)
 class Range:
-    """Where a hyper-parameter is looked for."""
+    """The range in which a hyper-parameter is tuned."""
 
     low: float
     high: float
@@ -44,8 +34,8 @@ Build = Callable[[nn.Module, type[Any], dict[str, Any]], Trainer]
 
 
 @dataclass(frozen=True)
-class Rival:
-    """An optimizer of the comparison. ``where`` is its class, ``module:name``."""
+class OptimizerEntry:
+    """An optimizer that the commands can train with. ``where`` is its class, ``module:name``."""
 
     name: str
     title: str
@@ -98,109 +88,6 @@ def check_name(name: str, known: Iterable[str], what: str) -> None:
         raise ValueError(f"There is no {what} {name!r}{hint} (known: {', '.join(known)})")
 
 
-class Together:
-    """Several optimizers, each with parameters of its own, as one."""
-
-    def __init__(self, *parts: Trainer) -> None:
-        self.parts = parts
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return [group for part in self.parts for group in part.param_groups]
-
-    def zero_grad(self) -> None:
-        for part in self.parts:
-            part.zero_grad()
-
-    def step(self) -> None:
-        for part in self.parts:
-            part.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"parts": [part.state_dict() for part in self.parts]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for part, state in zip(self.parts, state_dict["parts"], strict=True):
-            part.load_state_dict(state)
-
-
-class AsMatrices:
-    """Muon on convolution weights as well: it sees a view of each as the matrix (out, in * kernel)."""
-
-    def __init__(self, params: list[nn.Parameter], make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
-        self.params = params
-        self.views = [nn.Parameter(p.detach().flatten(1), requires_grad=True) for p in params]
-        self.inner = make(self.views)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.inner.param_groups
-
-    def zero_grad(self) -> None:
-        for param in self.params:
-            param.grad = None
-
-    def step(self) -> None:
-        for param, view in zip(self.params, self.views, strict=True):
-            view.grad = None if param.grad is None else param.grad.flatten(1)
-        self.inner.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict)
-
-
-class PlainState:
-    """pytorch-optimizer's Shampoo keeps objects in its state; here they are saved and loaded as their tensors."""
-
-    TENSORS = ("statistics", "pre_conditioners", "momentum")
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.inner.param_groups
-
-    def zero_grad(self) -> None:
-        self.inner.zero_grad()
-
-    def step(self) -> None:
-        self.inner.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        states = [
-            {k: v if isinstance(v, Tensor) else self._tensors(v) for k, v in self.inner.state.get(p, {}).items()}
-            for group in self.param_groups
-            for p in group["params"]
-        ]
-        return {"groups": groups, "states": states}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        params = [p for group in self.param_groups for p in group["params"]]
-        for param, saved in zip(params, state_dict["states"], strict=True):
-            param.grad = torch.zeros_like(param) if saved else None  # init_group makes state for what has a gradient
-        for group, saved in zip(self.param_groups, state_dict["groups"], strict=True):
-            group.update(saved)
-            self.inner.init_group(group)  # type: ignore[attr-defined]
-        for param, saved in zip(params, state_dict["states"], strict=True):
-            param.grad = None
-            for key, value in saved.items():
-                if isinstance(value, Tensor):
-                    self.inner.state[param][key] = value
-                else:
-                    vars(self.inner.state[param][key]).update(value)
-
-    def _tensors(self, thing: object) -> dict[str, Any]:
-        return {key: value for key, value in vars(thing).items() if key in self.TENSORS}
-
-
-# ------------------------------------------------------------------------------------------------ how each is built
-
-
 def _sparse(model: nn.Module) -> list[nn.Parameter]:
     """The tables whose gradients are sparse."""
     tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse)
@@ -209,8 +96,8 @@ def _sparse(model: nn.Module) -> list[nn.Parameter]:
 
 def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     sparse = _sparse(model)
-    held = {id(p) for p in sparse}
-    return [p for p in model.parameters() if p.requires_grad and id(p) not in held], sparse
+    tables = {id(p) for p in sparse}
+    return [p for p in model.parameters() if p.requires_grad and id(p) not in tables], sparse
 
 
 def _with_tables(dense: Trainer, sparse: list[nn.Parameter], make: Callable[[list[nn.Parameter]], Trainer]) -> Trainer:
@@ -272,15 +159,17 @@ _DAMPING = Range(1e-3, 3.0)
 # SOAP leaves a wider side alone, Shampoo a whole matrix that has one: a table's would cost tens of AdamW's steps.
 _WIDEST = 512
 
-RIVALS: dict[str, Rival] = {
-    rival.name: rival
-    for rival in (
-        Rival(
+OPTIMIZERS: dict[str, OptimizerEntry] = {
+    entry.name: entry
+    for entry in (
+        OptimizerEntry(
             "sgd", "SGD with momentum", "torch.optim:SGD", _beside_sgd, {"lr": 0.1, "momentum": 0.9}, {"lr": _SGD_LR}
         ),
-        Rival("adagrad", "AdaGrad", "torch.optim:Adagrad", _of_parameters, {"lr": 0.03}, {"lr": Range(1e-3, 0.3)}),
-        Rival("adam", "Adam", "torch.optim:Adam", _beside_sparse_adam, {"lr": 0.003}, {"lr": _ADAM_LR}),
-        Rival(
+        OptimizerEntry(
+            "adagrad", "AdaGrad", "torch.optim:Adagrad", _of_parameters, {"lr": 0.03}, {"lr": Range(1e-3, 0.3)}
+        ),
+        OptimizerEntry("adam", "Adam", "torch.optim:Adam", _beside_sparse_adam, {"lr": 0.003}, {"lr": _ADAM_LR}),
+        OptimizerEntry(
             "adamw",
             "AdamW",
             "torch.optim:AdamW",
@@ -288,7 +177,7 @@ RIVALS: dict[str, Rival] = {
             {"lr": 0.003, "weight_decay": 0.01},
             {"lr": _ADAM_LR},
         ),
-        Rival(
+        OptimizerEntry(
             "muon",
             "Muon",
             "torch.optim:Muon",
@@ -297,7 +186,7 @@ RIVALS: dict[str, Rival] = {
             {"lr": 0.003, "weight_decay": 0.01, "adjust_lr_fn": "match_rms_adamw"},
             {"lr": _ADAM_LR},
         ),
-        Rival(
+        OptimizerEntry(
             "lars",
             "LARS",
             "pytorch_optimizer:LARS",
@@ -305,7 +194,7 @@ RIVALS: dict[str, Rival] = {
             {"lr": 1.0, "momentum": 0.9, "trust_coefficient": 0.01},
             {"lr": Range(3e-2, 30.0)},
         ),
-        Rival(
+        OptimizerEntry(
             "shampoo",
             "Shampoo",
             "pytorch_optimizer:ScalableShampoo",
@@ -323,7 +212,7 @@ RIVALS: dict[str, Rival] = {
             },
             {"lr": _ADAM_LR},
         ),
-        Rival(
+        OptimizerEntry(
             "soap",
             "SOAP",
             "pytorch_optimizer:SOAP",
@@ -331,7 +220,7 @@ RIVALS: dict[str, Rival] = {
             {"lr": 0.003, "weight_decay": 0.01, "precondition_frequency": 10, "max_precondition_dim": _WIDEST},
             {"lr": _ADAM_LR},
         ),
-        Rival(
+        OptimizerEntry(
             "kfac",
             "KFAC",
             "ngplus.baselines:KFAC",
@@ -339,7 +228,7 @@ RIVALS: dict[str, Rival] = {
             {"lr": 0.1, "momentum": 0.9, "damping": 0.1, "update_every": 10},
             {"lr": _SGD_LR, "damping": _DAMPING},
         ),
-        Rival(
+        OptimizerEntry(
             "seng",
             "SENG",
             "ngplus.baselines:SENG",
@@ -348,7 +237,7 @@ RIVALS: dict[str, Rival] = {
             {"lr": 0.1, "momentum": 0.9, "damping": 0.3, "update_every": 10, "samples": 256},
             {"lr": _SGD_LR, "damping": _DAMPING},
         ),
-        Rival(
+        OptimizerEntry(
             "ngplus",
             "NG+",
             "ngplus:NGPlus",
@@ -356,15 +245,15 @@ RIVALS: dict[str, Rival] = {
             {"lr": 0.1, "momentum": 0.9, "damping": 0.3, "update_every": 10},
             {"lr": _SGD_LR, "damping": _DAMPING},
         ),
-        Rival("ngadam", "NGAdam", "ngplus:NGAdam", _of_model, {"lr": 0.005}, {"lr": _ADAM_LR}),
+        OptimizerEntry("ngadam", "NGAdam", "ngplus:NGAdam", _of_model, {"lr": 0.005}, {"lr": _ADAM_LR}),
     )
 }
 
 
 # Forms of NGAdam before one was chosen, for tools/standard_runs.py. The commands take them, too, and do not list them.
 _ROOTS = "ngplus.lab.candidates:Roots"
-CANDIDATES: dict[str, Rival] = {
-    name: Rival(name, title, _ROOTS, _of_model, {"lr": 0.005, **hyper}, {"lr": _ADAM_LR})
+CANDIDATES: dict[str, OptimizerEntry] = {
+    name: OptimizerEntry(name, title, _ROOTS, _of_model, {"lr": 0.005, **hyper}, {"lr": _ADAM_LR})
     for name, title, hyper in (
         ("roots-1", "Roots in every step", {"update_every": 1}),
         ("roots-5", "Roots every 5 steps", {"update_every": 5}),
@@ -384,15 +273,15 @@ CANDIDATES: dict[str, Rival] = {
 
 
 def names() -> list[str]:
-    return list(RIVALS)
+    return list(OPTIMIZERS)
 
 
-def get(name: str) -> Rival:
-    """The rival of that name; an unknown one is refused with the nearest name."""
+def get(name: str) -> OptimizerEntry:
+    """The entry of that name. ValueError, with the nearest name, for an unknown one."""
     if name in CANDIDATES:
         return CANDIDATES[name]
-    check_name(name, RIVALS, "optimizer")
-    return RIVALS[name]
+    check_name(name, OPTIMIZERS, "optimizer")
+    return OPTIMIZERS[name]
 
 
 def pick(text: str) -> list[str]:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ngplus.lab import options
-from ngplus.lab import train as shared
+from ngplus.lab import options, settings, terminal
 from ngplus.lab.amounts import amount
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    app.command(name="plan", help=shared.paragraphs(plan))(plan)
+    app.command(name="plan", help=terminal.paragraphs(plan))(plan)
 
 
 def plan(
@@ -54,8 +53,8 @@ def plan(
 
     ngplus plan ngplus.lab.scale:transformer_1b3 --ranks 8 --ranks 512 --distribution sharded
     """
-    console = shared.make_console()
-    with shared.friendly(console):
+    console = terminal.make_console()
+    with terminal.friendly(console):
         if distribution and not ranks:
             raise ValueError("--distribution goes with --ranks: what one of so many ranks carries")
         if ":" in model:
@@ -124,8 +123,8 @@ def build(where: str) -> tuple[nn.Module, tuple[Any, ...]]:
 def _plan_of(model: nn.Module, optimizer: str, sets: list[str]) -> Any:
     from ngplus.lab import optimizers
 
-    rival = optimizers.get(optimizer)
-    made = rival.make(model, dict(shared.assignments(sets)))
+    entry = optimizers.get(optimizer)
+    made = entry.make(model, dict(settings.assignments(sets)))
     if not hasattr(made, "plan"):
         known = [name for name in optimizers.names() if name in ("ngplus", "ngadam", "kfac", "seng")]
         raise ValueError(f"{optimizer} has no plan; these have: {', '.join(known)}")
@@ -136,12 +135,12 @@ def _of_workload(name: str, preset: str, optimizer: str, sets: list[str], data: 
     import torch
 
     from ngplus.lab import optimizers
-    from ngplus.lab.training import with_settings
+    from ngplus.lab.loop import with_settings
 
     changes = {} if batch_size is None else {"batch_size": batch_size}
-    workload, size = shared.open_preset(name, preset, changes, sets, optimizer)
+    workload, size = settings.open_preset(name, preset, changes, sets, optimizer)
     own = [text for text in sets if text.partition("=")[0] in optimizers.get(optimizer).options()]
-    task = shared.open_task(workload, size, data)
+    task = settings.open_task(workload, size, data)
     torch.manual_seed(0)
     with with_settings(f"{name} with {optimizer}"):
         model = task.model()

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import IO, Any
 
 FORMAT = 1
-CURVE = ("training", "optimizers", "schedules", "processes", "runs")  # the laboratory's modules that a curve comes from
+# The modules of the lab that a curve depends on.
+CURVE = ("loop", "optimizers", "optimizer_wrappers", "schedules", "processes", "runs")
 FILES = ("result.json", "checkpoint.pt", "metrics.jsonl", "environment.json", "config.json")
 Metrics = list[dict[str, Any]]
 ANEW = "Remove what is damaged, and make it again"

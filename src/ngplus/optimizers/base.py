@@ -15,7 +15,7 @@ from ngplus.capture.collector import Collector
 from ngplus.capture.layers.base import no_mixed_precision
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.diagnostics.health import FETCH_EVERY, Health
-from ngplus.distributed.collectives import Distributor, add_up
+from ngplus.distributed.collectives import Distributor, reduce_curvature
 from ngplus.optimizers.gradients import agree, gradient_matrix, gradient_norms, refuse_sparse_decay
 from ngplus.optimizers.matrix_optimizer import MatrixOptimizer
 from ngplus.optimizers.update import UpdateRule, sgd_steps, update_parameters
@@ -66,7 +66,7 @@ class BaseOptimizer(MatrixOptimizer):
                     params, left_out = update_parameters(group, directions, self.state, self._update_rule, self._skip)
                     self._faults.note("steps", [self._names[p] for p in params], left_out)
                 self._advance()  # k <- k + 1
-            self._faults.tell()
+            self._faults.emit_warnings()
         return loss
 
     def _directions(self) -> Directions | None:
@@ -75,7 +75,7 @@ class BaseOptimizer(MatrixOptimizer):
         due = {id(m) for m in self._matrices if self._due(m)}  # k mod T == 0
         for distributor in self._distributors:  # L_k or R_k over all ranks
             asked = [m for m in distributor.matrices if id(m) in due and self._captures(self._group(m))]
-            summed = add_up(distributor, collector, asked, self._group_of_param)
+            summed = reduce_curvature(distributor, collector, asked, self._group_of_param)
             self._refresh_replicated(distributor, summed, collector, due)
         present = self._with_finite_gradients(collector)
         if present is None:
@@ -111,7 +111,7 @@ class BaseOptimizer(MatrixOptimizer):
             for param, direction in zip(params, made, strict=True):
                 param.grad = like(param, direction)
             self._advance()
-        self._faults.tell()
+        self._faults.emit_warnings()
 
     # ---------------------------------------------------------------------------------------------- its parts
 
@@ -213,7 +213,7 @@ class BaseOptimizer(MatrixOptimizer):
             group, state, its_own = self._group(matrix), self.state[matrix.params[0]], self._distributor(matrix)
             if id(matrix) in due:
                 state["refreshed"] = self._refresh_key(matrix)
-            if its_own is not None and not its_own.keeps(matrix):
+            if its_own is not None and not its_own.has_curvature(matrix):
                 continue
             if not self._decoupled_weight_decay:
                 refuse_sparse_decay(matrix, group)

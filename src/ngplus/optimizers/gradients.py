@@ -67,7 +67,7 @@ def agree(distributor: Distributor) -> tuple[list[ParameterMatrix], list[str], T
         norms = norms_of([grad for _, grad in present]).double().cpu()
         table[[i for i, _ in present]] = torch.stack((norms, torch.ones_like(norms)), dim=1)
     shared = table.to(rows[0][1].device)
-    distributor.agree(shared)
+    distributor.all_reduce(shared)
     norms, counts = shared.cpu().unbind(1)
     seen = {p for (_, p), count in zip(rows, counts.tolist(), strict=True) if count}
     return [m for m in distributor.matrices if any(p in seen for p in m.params)], [name for name, _ in rows], norms

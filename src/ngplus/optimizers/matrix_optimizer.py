@@ -19,7 +19,7 @@ from ngplus.capture.sample_index import SampleIndex
 from ngplus.capture.samples import BatchDims
 from ngplus.diagnostics.health import FaultCounter
 from ngplus.distributed.collectives import DISTRIBUTIONS, Distributor, RankGroup, ReplicatedDistributor
-from ngplus.distributed.sharded import shards_of
+from ngplus.distributed.sharded import sharded_distributors
 from ngplus.optimizers import checkpoints, options
 from ngplus.optimizers.param_groups import check_model, check_parameters, inside, labels, with_names
 from ngplus.preconditioners.base import MatrixPreconditioner
@@ -134,7 +134,7 @@ class MatrixOptimizer(Optimizer):
         old: list[Distributor] = self.__dict__.get("_distributors", [])
         self._owners = {m.params[0]: distributor.owners[id(m)] for distributor in old for m in distributor.matrices}
         self._distributors: list[Distributor] = list(
-            shards_of(self._matrices, self._model, self._group_of_param, self._owners, self._ranks)
+            sharded_distributors(self._matrices, self._model, self._group_of_param, self._owners, self._ranks)
         )
         self._distributor_of = {
             id(matrix): distributor for distributor in self._distributors for matrix in distributor.matrices
@@ -194,7 +194,7 @@ class MatrixOptimizer(Optimizer):
         """Drops the state of matrices that other ranks own, so that a checkpoint holds it once."""
         for distributor in self._distributors:
             for matrix in distributor.matrices:
-                if not distributor.keeps(matrix) and matrix.params[0] in self.state:
+                if not distributor.has_curvature(matrix) and matrix.params[0] in self.state:
                     state = self.state[matrix.params[0]]
                     for key in [key for key in state if key not in ON_ALL_RANKS]:
                         del state[key]

@@ -174,7 +174,7 @@ class NGPlus(BaseOptimizer):
         """The owner of a matrix computes its inverse and sends it to all ranks."""
         if not isinstance(distributor, ReplicatedDistributor):
             return
-        shared = [matrix for matrix in matrices if distributor.shares(matrix)]
+        shared = [matrix for matrix in matrices if not distributor.is_remote(matrix)]
         found: list[StateEntries | None] = []
         for matrix in shared:
             due.discard(id(matrix))
@@ -231,7 +231,7 @@ class NGPlus(BaseOptimizer):
         """
         matrix = self._find_matrix(which)
         group, distributor = self._group(matrix), self._distributor(matrix)
-        if distributor is not None and not distributor.keeps(matrix):
+        if distributor is not None and not distributor.has_curvature(matrix):
             raise RuntimeError(
                 f"The curvature of {matrix.name!r} is with its owner, number {distributor.owners[id(matrix)]} of the "
                 "ranks that share the work on it: ask there"

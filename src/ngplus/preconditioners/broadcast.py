@@ -43,7 +43,7 @@ def broadcast_inverses(
             sent += [torch.empty(size, dtype=matrix.dtype, device=device) for size in (partition.triangle, 1)]
         else:
             sent += [pack(new["inverse"]), new["damping"].reshape(1)]
-    distributor.ranks.send(sent, [distributor.owners[id(m)] for m in matrices for _ in range(2)])
+    distributor.ranks.broadcast(sent, [distributor.owners[id(m)] for m in matrices for _ in range(2)])
     return [
         {"inverse": unpack(triangle, partition), "damping": damping.reshape(())}
         for triangle, damping, partition in zip(sent[::2], sent[1::2], partitions, strict=True)

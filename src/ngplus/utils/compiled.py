@@ -1,7 +1,7 @@
-"""Compiled models: a call that a refresh has to see runs eagerly, every other call runs compiled.
+"""Compiled models: forward calls whose curvature is captured run eagerly, all others run compiled.
 
-torch.compile traces hooks together with the model. While no refresh is due the hooks leave nothing in the graph, so a
-model that compiles as one graph does so with NG+, too. While one is due:
+torch.compile traces hooks together with the model. While no refresh is due the hooks add nothing to the graph, and the
+model compiles as it does without NG+. While a refresh is due:
 
 ======================== ==============================================================================================
 ``torch.compile(model)`` its calls run eagerly, whether it is made before the optimizer or after
@@ -29,15 +29,15 @@ REASON = (
 
 
 class Listener(Protocol):
-    """What this room knows of a capture."""
+    """The capture, as this module uses it."""
 
     def expects(self) -> bool:
-        """Before a call from outside of any graph: is it one that a refresh has to see?"""
+        """Whether the next forward call is to be captured. Called outside of any graph."""
 
 
 @functools.cache
 def uncompiled() -> Callable[..., Any]:
-    """``f, *args -> f(*args)``, out of any graph."""
+    """``f, *args -> f(*args)``, outside of any graph."""
 
     def call(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
@@ -48,8 +48,8 @@ def uncompiled() -> Callable[..., Any]:
         return torch.compiler.disable(call)
 
 
-class _Eagerly:
-    """Around calls of one compiled module: eager where the listener expects them."""
+class _EagerCalls:
+    """Makes the calls of one compiled module eager where the listener expects them."""
 
     def __init__(self, listener: weakref.ref[Any]) -> None:
         self._listener = listener
@@ -72,21 +72,21 @@ class _Eagerly:
 
 
 class _CompiledCall:
-    """In the place of what ``Module.compile`` has made of a module's call."""
+    """Replaces the compiled call that ``Module.compile`` has set."""
 
     def __init__(self, module: nn.Module, listener: weakref.ref[Any]) -> None:
-        self._module, self._listener, self._eagerly = weakref.ref(module), listener, _Eagerly(listener)
+        self._module, self._listener, self._eager_calls = weakref.ref(module), listener, _EagerCalls(listener)
         self._call: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
         module._compiled_call_impl = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._call(*args, **kwargs)
-        self._eagerly.enter()
+        self._eager_calls.enter()
         try:
             return self._call(*args, **kwargs)
         finally:
-            self._eagerly.leave()
+            self._eager_calls.leave()
 
     def listens_for(self, listener: weakref.ref[Any]) -> bool:
         inner = isinstance(self._call, _CompiledCall) and self._call.listens_for(listener)
@@ -99,9 +99,9 @@ class _CompiledCall:
 
 
 class CompiledCalls:
-    """Finds the compiled modules that call a watched one, and makes their calls eager where the listener expects it.
+    """Finds the compiled modules that call a watched module, and makes their calls eager where the listener expects it.
 
-    ``hook`` wraps a hook so that it is inert in copies. What is put on modules goes into ``handles``.
+    ``hook`` wraps a hook so that it does nothing in copies of the model. ``handles`` gets what has to be removed later.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class CompiledCalls:
             if name == "_orig_mod" and module is not None and calls is not None and calls._concerns(module):
                 calls.add_wrapper(owner)
 
-        # torch.compile(model) makes a module whose child, of this name, is the model.
+        # torch.compile(model) returns a module that registers the model as "_orig_mod".
         handles.append(register_module_module_registration_hook(registered))
 
     def _concerns(self, module: nn.Module) -> bool:
@@ -128,14 +128,14 @@ class CompiledCalls:
 
     def add_wrapper(self, compiled: nn.Module) -> None:
         """For what ``torch.compile(module)`` returns."""
-        eagerly = _Eagerly(self._listener)
+        eager_calls = _EagerCalls(self._listener)
 
         def before(module: nn.Module, args: Any) -> None:
-            eagerly.leave()  # what a call has left that was broken off by Ctrl-C, when no hook runs
-            eagerly.enter()
+            eager_calls.leave()  # left over from a call that Ctrl-C has ended, after which no hook runs
+            eager_calls.enter()
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            eagerly.leave()
+            eager_calls.leave()
 
         self._handles += [
             compiled.register_forward_pre_hook(self._hook(before)),
@@ -143,7 +143,7 @@ class CompiledCalls:
         ]
 
     def add_compiled_in_place(self, model: nn.Module) -> None:
-        """For modules on which ``compile()`` has been called since the last look."""
+        """For modules on which ``compile()`` has been called since the last call of this method."""
         for module in model.modules():
             call = module._compiled_call_impl
             if call is None or (isinstance(call, _CompiledCall) and call.listens_for(self._listener)):

@@ -1,6 +1,6 @@
-"""Sharded parameters are DTensors: a rank's part of one, the whole, and the way back. Plain tensors are their own part.
+"""DTensors of sharded parameters: a rank's shard, the full tensor, and back. Plain tensors are returned as they are.
 
-A DTensor is known by its methods: torch.distributed.tensor takes a while to import.
+A DTensor is recognised by its methods, since importing torch.distributed.tensor is slow.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ def is_dtensor(x: Any) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part; a tensor that is not sharded is its own."""
+    """This rank's shard."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All parts together, on every rank."""
+    """The full tensor, on every rank."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def like(param: Tensor, part: Tensor) -> Tensor:
-    """A part of the same place as this rank's part of a parameter, as a tensor of the parameter's kind."""
+    """A DTensor with the placements of ``param``, from this rank's shard."""
     if not is_dtensor(param):
         return part
     kind: Any = param
@@ -36,12 +36,12 @@ def like(param: Tensor, part: Tensor) -> Tensor:
 
 
 def many_ranks() -> bool:
-    """Is this one process of several?"""
+    """Whether torch.distributed runs several processes."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def holds_gradients(record: Any) -> bool:
-    """Has FSDP2 gradients of this parameter that it has not yet added up over the ranks?"""
+    """Whether FSDP2 has gradients of this parameter (an ``FSDPParam``) that it has not reduced over ranks yet."""
     whole = getattr(record, "_unsharded_param", None)
     return record.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)

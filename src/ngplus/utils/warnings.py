@@ -1,4 +1,4 @@
-"""What users are told: warnings that point at their own line, however the step was called, and names to take."""
+"""Warnings at the user's line, and suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """A warning at the first caller outside of the core and of torch, whose hooks and wrappers lie in between."""
+    """Warns at the first caller outside of ngplus and torch."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and _inside(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
@@ -17,7 +17,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def no_such_name(name: str, known: Iterable[str], where: str) -> str:
-    """The text of a KeyError: with the name that was probably meant, or with the way to see all names."""
+    """The text of a KeyError, with the closest known name."""
     near = difflib.get_close_matches(name, list(known), 1)
     return f"No parameter {name!r} in {where}: {f'did you mean {near[0]!r}?' if near else 'print(plan()) lists all'}"
 

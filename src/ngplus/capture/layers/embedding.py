@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample, register_layer
 from ngplus.capture.layers.layout import MatrixSpec
 from ngplus.capture.samples import Batch
-from ngplus.fisher.factors import Bags, Factors, Lookup, as_lookup, mark
+from ngplus.fisher.factors import Bags, Factors, Lookup, as_lookup, tensor_version
 
 
 @register_layer(nn.Embedding)
@@ -77,7 +77,7 @@ class ForAllSamples(Tensor):
     def of(cls, plain: Tensor, samples: int) -> ForAllSamples:
         shared = plain.as_subclass(cls)
         shared.plain, shared.by_sample = plain, plain.expand(samples, *plain.shape[1:])
-        shared.version, shared.on_other_use = mark(plain), None
+        shared.version, shared.on_other_use = tensor_version(plain), None
         return shared
 
     @classmethod
@@ -86,7 +86,7 @@ class ForAllSamples(Tensor):
         shared = [x for x in leaves if isinstance(x, cls)]
         others = {x.shape for x in leaves if isinstance(x, Tensor) and not isinstance(x, cls)}
         name = getattr(func, "__name__", "")
-        unchanged = all(x.version == mark(x.plain) for x in shared)
+        unchanged = all(x.version == tensor_version(x.plain) for x in shared)
         broadcast = unchanged and name in _ELEMENTWISE and all(x.by_sample.shape in others for x in shared)
         leaves = [x if not isinstance(x, cls) else x.by_sample if broadcast else x.plain for x in leaves]
         args, kwargs = pytree.tree_unflatten(leaves, tree)

@@ -1,28 +1,28 @@
-"""Per-sample gradients in the cheapest form that a layer has: factors that need not be multiplied out.
+"""Per-sample gradients as factors, without computing each G_i.
 
-A layer hands over its per-sample gradients G_i (m x n) as a :class:`Factors`:
+A layer rule returns the per-sample gradients G_i (m x n) of a matrix as a :class:`Factors`:
 
 ========== ==================================================== ============================================
 class      G_i                                                  where
 ========== ==================================================== ============================================
 Outer      sum over positions p of l_ip r_ip^T                  Linear, Conv, attention
-Segments   the same, any number of positions for each sample    Linear on graphs or sequences of unlike sizes
+Segments   the same, any number of positions for each sample    Linear on graphs or sequences of several sizes
 Lookup     sum over positions p of e_index(ip) v_ip^T           Embedding, several bags a sample
 Bags       (sum over entries j of w_j e_index(j)) g_i^T         EmbeddingBag
-Rows       given as it is                                       norm layers, the vmap fallback
+Rows       G_i itself                                           norm layers, the vmap fallback
 Joined     the sum of several of the above, same samples        tied weights, modules called several times
 ========== ==================================================== ============================================
 
-:mod:`ngplus.fisher.products` turns them into L or R. Tensors only: nothing here knows layers or optimizers.
+:mod:`ngplus.fisher.products` computes L or R from them.
 """
 
-from ngplus.fisher.factors.base import Factors, Lazy, mark, wide
+from ngplus.fisher.factors.base import Factors, LazyFactor, tensor_version, wide
 from ngplus.fisher.factors.dense import Outer, Rows, gram_root, outer_costs
 from ngplus.fisher.factors.joined import Joined, join, widen
 from ngplus.fisher.factors.ragged import Segments
 from ngplus.fisher.factors.tables import Bags, Lookup, as_lookup
 
 __all__ = [
-    "Bags", "Factors", "Joined", "Lazy", "Lookup", "Outer", "Rows", "Segments",
-    "as_lookup", "gram_root", "join", "mark", "outer_costs", "wide", "widen",
+    "Bags", "Factors", "Joined", "LazyFactor", "Lookup", "Outer", "Rows", "Segments",
+    "as_lookup", "gram_root", "join", "outer_costs", "tensor_version", "wide", "widen",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Several uses of one matrix by the same samples: their G_i add up before L is formed."""
+"""Several uses of one matrix by the same samples: their G_i are added before L or R is computed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ngplus.fisher.factors.base import Factors, take
+from ngplus.fisher.factors.base import Factors, Pair, Samples, take
 from ngplus.fisher.factors.dense import Outer, Rows, gram_root
 from ngplus.fisher.factors.ragged import Segments
 from ngplus.fisher.factors.tables import Bags, Lookup
@@ -17,11 +17,11 @@ from ngplus.fisher.sketch import Sketch
 
 @dataclass
 class Joined(Factors):
-    """The sum of several uses of one matrix by the same samples: G_i = sum_u G_i^(u), cross terms and all.
+    """G_i = sum_u G_i^(u) over the uses u of one matrix, including the cross terms of L and R.
 
-    Where the uses have factors, their positions stand side by side in one Gram matrix; an embedding's part of it is a
-    comparison of indices, and its cross part with a dense use a gather, so a tied output layer costs no one-hot matrix.
-    Other mixtures are multiplied out, a chunk of samples at a time.
+    Where all uses have factors, one Gram matrix has the positions of all of them. The left factor of an embedding is
+    one-hot: its inner products are comparisons of indices, and gathers with those of a dense use. Otherwise each G_i is
+    computed, in chunks of samples.
     """
 
     uses: Sequence[Factors]
@@ -31,32 +31,30 @@ class Joined(Factors):
         self.groups, self.samples, self.rows, self.cols = first.groups, first.samples, first.rows, first.cols
         self.positions = sum(use.positions for use in self.uses)
 
-    def gradients(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
+    def gradients(self, samples: Samples, dtype: torch.dtype) -> Tensor:
         return torch.stack([use.gradients(samples, dtype) for use in self.uses]).sum(0)
 
     @property
-    def coarse(self) -> bool:
-        return any(use.coarse for use in self.uses)
+    def half_precision(self) -> bool:
+        return any(use.half_precision for use in self.uses)
 
     def total(self, dtype: torch.dtype) -> Tensor:
         return torch.stack([use.total(dtype) for use in self.uses]).sum(0)
 
-    def pair(
-        self, side: str, form: str, samples: Tensor | slice, sketch: Sketch | None, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def pair(self, side: str, form: str, samples: Samples, sketch: Sketch | None, dtype: torch.dtype) -> Pair:
         if form != "gram":
             return super().pair(side, form, samples, sketch, dtype)
-        # No sketch here: inner products with one-hot rows want the full dimension. Dense uses alone are exact, too.
+        # Exact, whatever the sketch: inner products with one-hot vectors need the full dimension.
         curved, gram = self._curved_and_gram(side, samples, dtype)
         return curved.flatten(1, 2), (gram @ curved).flatten(1, 2)
 
-    def root(self, side: str, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
+    def root(self, side: str, samples: Samples, dtype: torch.dtype) -> Tensor:
         if "gram" not in self.costs(side, 1, 1):
             return super().root(side, samples, dtype)
         curved, gram = self._curved_and_gram(side, samples, dtype)
         return (gram_root(gram) @ curved).flatten(1, 2).mT
 
-    def _curved_and_gram(self, side: str, samples: Tensor | slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _curved_and_gram(self, side: str, samples: Samples, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         curved, others = [], []
         for use in self.uses:
             if isinstance(use, Lookup):
@@ -75,14 +73,10 @@ class Joined(Factors):
         kappa = self.positions
         costs = {"explicit": float(kappa * d * other + d * other * block)}
         if all(isinstance(use, Outer) or (isinstance(use, Lookup) and side == "right") for use in self.uses):
-            # Only dense positions are multiplied with each other; those of an embedding are compared or gathered.
+            # Those of an embedding are compared or gathered, not multiplied.
             dense = sum(use.positions for use in self.uses if isinstance(use, Outer))
             costs["gram"] = float(kappa * kappa * d + dense * dense * other + kappa * d * block)
         return costs
-
-    @property
-    def writing_cost(self) -> float:
-        return float(self.positions * self.rows * self.cols)
 
     def rank(self, side: str) -> int:
         other = self.curved_and_other(side)[1]
@@ -90,14 +84,14 @@ class Joined(Factors):
 
     def memory(self, side: str, form: str, other: int) -> int:
         d, _ = self.curved_and_other(side)
-        taken = max(use.memory(side, form, other) for use in self.uses)
+        of_use = max(use.memory(side, form, other) for use in self.uses)
         if form == "gram":
-            return max(taken, self.groups * self.positions * (self.positions + 2 * d))
-        return max(taken, self.groups * self.rows * self.cols * (1 + len(self.uses)))
+            return max(of_use, self.groups * self.positions * (self.positions + 2 * d))
+        return max(of_use, self.groups * self.rows * self.cols * (1 + len(self.uses)))
 
 
 def join(uses: Sequence[Factors]) -> list[Factors]:
-    """Uses of one matrix by the same samples as one; uses with another number of samples stay apart."""
+    """Joins the uses of one matrix that have the same number of samples."""
     by_samples: dict[int, list[Factors]] = {}
     for use in uses:
         by_samples.setdefault(use.samples, []).append(use)
@@ -105,7 +99,7 @@ def join(uses: Sequence[Factors]) -> list[Factors]:
 
 
 def _join_same(uses: Sequence[Factors]) -> Factors:
-    uses = [use for use in uses if use.positions > 0] or uses[:1]  # a use without rows adds nothing
+    uses = [use for use in uses if use.positions > 0] or uses[:1]  # a use without positions adds nothing
     lookups = [use for use in uses if isinstance(use, Lookup)]
     if len(uses) > 1 and len(lookups) == len(uses):  # more positions of the same table
         index, values = torch.cat([u.index for u in lookups], 1), torch.cat([u.values for u in lookups], 1)
@@ -114,7 +108,7 @@ def _join_same(uses: Sequence[Factors]) -> Factors:
 
 
 def widen(factors: Factors, columns: Sequence[int], total: int) -> Factors:
-    """Sets the columns of a use into a wider matrix: a tied weight whose other use has a bias of its own."""
+    """The factors of a wider matrix with ``total`` columns: a tied weight whose other use has a bias."""
     if list(columns) == list(range(total)):
         return factors
 
@@ -138,7 +132,7 @@ def widen(factors: Factors, columns: Sequence[int], total: int) -> Factors:
 
 
 def _inner(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Inner products of the positions of two factors; a whole-number factor stands for one-hot rows."""
+    """Inner products of the positions of two factors; an integer factor has the indices of one-hot vectors."""
     if a.dtype == b.dtype == torch.long:
         return (a[..., :, None] == b[..., None, :]).to(dtype)
     if a.dtype == torch.long:

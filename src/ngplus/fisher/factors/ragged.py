@@ -1,4 +1,4 @@
-"""G_i as a product of dense factors, where samples have unlike numbers of rows: no rows of zeros are made."""
+"""G_i as a product of dense factors, where samples have different numbers of positions. Nothing is padded."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ngplus.fisher.factors.base import Factors
+from ngplus.fisher.factors.base import Factors, Pair, Samples
 from ngplus.fisher.sketch import Sketch
 
 
 @dataclass
 class Segments(Factors):
-    """G_i = sum_p l_p r_p^T over the rows p of sample i, with l [rows, m] and r [rows, n], the rows of one sample after
-    those of the other, ``sizes`` of each."""
+    """G_i = sum_p l_p r_p^T over the positions p of sample i, with l [positions, m] and r [positions, n].
+
+    The positions of sample 0 come first, then those of sample 1, and so on; ``sizes`` has the number of each.
+    """
 
     left: Tensor
     right: Tensor
@@ -27,28 +29,26 @@ class Segments(Factors):
         self.rows, self.cols = self.left.shape[-1], self.right.shape[-1]
         self._ends = list(accumulate(self.sizes))
 
-    def _each(self, samples: Tensor | slice, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        """The rows of each of these samples, left and right."""
+    def _each(self, samples: Samples, dtype: torch.dtype) -> list[Pair]:
+        """l and r of each of these samples."""
         chosen = range(self.samples)[samples] if isinstance(samples, slice) else samples.tolist()
         spans = [slice(self._ends[i] - self.sizes[i], self._ends[i]) for i in chosen]
         return [(self.left[span].to(dtype), self.right[span].to(dtype)) for span in spans]
 
-    def gradients(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
+    def gradients(self, samples: Samples, dtype: torch.dtype) -> Tensor:
         return torch.stack([left.mT @ right for left, right in self._each(samples, dtype)])[None]
 
     def total(self, dtype: torch.dtype) -> Tensor:
         return (self.left.to(dtype).mT @ self.right.to(dtype))[None]
 
-    def pair(
-        self, side: str, form: str, samples: Tensor | slice, sketch: Sketch | None, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def pair(self, side: str, form: str, samples: Samples, sketch: Sketch | None, dtype: torch.dtype) -> Pair:
         if form != "gram":
             return super().pair(side, form, samples, sketch, dtype)
         pairs = []
         for left, right in self._each(samples, dtype):
             curved, other = (left, right) if side == "left" else (right, left)
             other = other if sketch is None else sketch(other)
-            if len(other) > other.shape[-1]:  # then G_i has fewer rows than its factors
+            if len(other) > other.shape[-1]:  # G_i has fewer rows than its factors
                 tall = other.mT @ curved
                 pairs.append((tall, tall))
             else:
@@ -57,14 +57,10 @@ class Segments(Factors):
 
     def costs(self, side: str, other: int, block: int) -> dict[str, float]:
         d, _ = self.curved_and_other(side)
-        written = [k * d * other + d * other * block for k in self.sizes]
+        explicit = [k * d * other + d * other * block for k in self.sizes]
         inner = [k * k * (d + other) + k * d * block for k in self.sizes]
-        least = [w if k > other else i for k, w, i in zip(self.sizes, written, inner, strict=True)]
-        return {"gram": sum(least) / self.samples, "explicit": sum(written) / self.samples}
-
-    @property
-    def writing_cost(self) -> float:
-        return sum(self.sizes) / self.samples * self.rows * self.cols
+        gram = [e if k > other else i for k, e, i in zip(self.sizes, explicit, inner, strict=True)]
+        return {"gram": sum(gram) / self.samples, "explicit": sum(explicit) / self.samples}
 
     def memory(self, side: str, form: str, other: int) -> int:
         if form == "gram":

@@ -1,5 +1,7 @@
-"""G_i of an embedding table, of which a sample touches few rows: nothing of the table's size is made on the right side,
-but for ``total``, which the first refresh asks for where a table has up to a million rows (``capture.collector``).
+"""G_i of an embedding table, of which a sample uses few rows.
+
+On the right side only ``total`` allocates a tensor of the table's size. The first refresh calls it for tables of up to
+a million rows (``capture.collector``).
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ngplus.fisher.factors.base import Factors
+from ngplus.fisher.factors.base import Factors, Pair, Samples
 from ngplus.fisher.sketch import Sketch
 
 
@@ -17,9 +19,8 @@ from ngplus.fisher.sketch import Sketch
 class Lookup(Factors):
     """An embedding's G_i = sum_p e_index(ip) v_ip^T.
 
-    ``index`` is [samples, positions], ``values`` [samples, positions, n].
-
-    On the right side nothing of size m is made: equal rows of one sample are added up, then R is one product.
+    ``index`` is [samples, positions], ``values`` [samples, positions, n]. On the right side the values of equal indices
+    of one sample are added first; R is then one product of the sums.
     """
 
     index: Tensor
@@ -30,7 +31,7 @@ class Lookup(Factors):
         self.groups = 1
         self.samples, self.positions, self.cols = self.values.shape
 
-    def gradients(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
+    def gradients(self, samples: Samples, dtype: torch.dtype) -> Tensor:
         index, values = self.index[samples], self.values[samples].to(dtype)
         out = values.new_zeros(len(values), self.rows, self.cols)
         return out.scatter_add_(1, index[..., None].expand_as(values), values)[None]
@@ -39,14 +40,14 @@ class Lookup(Factors):
         out = self.values.new_zeros(self.rows, self.cols, dtype=dtype)
         return out.index_add_(0, self.index.flatten(), self.values.flatten(0, 1).to(dtype))[None]
 
-    def _touched(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
-        """The rows of all G_i that are not zero, [1, touched, n]."""
+    def _touched(self, samples: Samples, dtype: torch.dtype) -> Tensor:
+        """The nonzero rows of all G_i, [1, number of them, n]."""
         index, values = self.index[samples], self.values[samples].to(dtype)
-        return _add_equal(index + self.rows * _arange_like(index), values.flatten(0, 1))[None]
+        keys = index + self.rows * torch.arange(len(index), device=index.device)[:, None]  # of (sample, index) pairs
+        unique, place = torch.unique(keys.flatten(), return_inverse=True)
+        return values.new_zeros(len(unique), self.cols).index_add_(0, place, values.flatten(0, 1))[None]
 
-    def pair(
-        self, side: str, form: str, samples: Tensor | slice, sketch: Sketch | None, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def pair(self, side: str, form: str, samples: Samples, sketch: Sketch | None, dtype: torch.dtype) -> Pair:
         if side == "left":
             return super().pair(side, form, samples, sketch, dtype)
         touched = self._touched(samples, dtype)
@@ -67,9 +68,8 @@ class Lookup(Factors):
 class Bags(Factors):
     """An embedding bag's G_i = (sum_j w_j e_index(j)) g_i^T.
 
-    ``index``, ``sample`` and ``weight`` have one entry for each entry of a bag; ``grads`` is [samples, n]. One
-    position, so R = sum_i c_i g_i g_i^T with c_i the squared length of the bag's row weights, equal rows
-    added up first.
+    ``index``, ``sample`` and ``weight`` have one entry for each entry of a bag; ``grads`` is [samples, n]. There is one
+    position, so R = sum_i c_i g_i g_i^T with c_i = ||sum_j w_j e_index(j)||^2.
     """
 
     index: Tensor
@@ -82,25 +82,23 @@ class Bags(Factors):
         self.groups, self.positions = 1, 1
         self.samples, self.cols = self.grads.shape
 
-    def gradients(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
+    def gradients(self, samples: Samples, dtype: torch.dtype) -> Tensor:
         chosen = torch.arange(self.samples, device=self.grads.device)[samples]
-        place = torch.full((self.samples,), -1, device=chosen.device).scatter_(0, chosen, _arange_like(chosen))[
-            self.sample
-        ]
-        kept = place >= 0
+        place = torch.full((self.samples,), -1, device=chosen.device)
+        place[chosen] = torch.arange(len(chosen), device=chosen.device)
+        place = place[self.sample]  # of each entry's sample among the chosen ones, or -1
+        used = place >= 0
         left = self.grads.new_zeros(len(chosen), self.rows, dtype=dtype)
-        left.index_put_((place[kept], self.index[kept]), self.weight[kept].to(dtype), accumulate=True)
+        left.index_put_((place[used], self.index[used]), self.weight[used].to(dtype), accumulate=True)
         return (left[:, :, None] * self.grads[samples].to(dtype)[:, None, :])[None]
 
-    def pair(
-        self, side: str, form: str, samples: Tensor | slice, sketch: Sketch | None, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def pair(self, side: str, form: str, samples: Samples, sketch: Sketch | None, dtype: torch.dtype) -> Pair:
         if side == "left":
             return super().pair(side, form, samples, sketch, dtype)
         grads = self.grads[samples].to(dtype)
         return grads[None], (self._lengths(dtype)[samples][:, None] * grads)[None]
 
-    def root(self, side: str, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
+    def root(self, side: str, samples: Samples, dtype: torch.dtype) -> Tensor:
         if side == "left":
             return super().root(side, samples, dtype)
         return (self._lengths(dtype)[samples].sqrt()[:, None] * self.grads[samples].to(dtype))[None].mT
@@ -128,7 +126,7 @@ class Bags(Factors):
 
 
 def as_lookup(bags: Bags) -> Lookup:
-    """A bag's entries as positions, all bags as long as the longest; what is added has no value."""
+    """Bags as positions, padded with zero values to the longest bag."""
     order = bags.sample.argsort(stable=True)
     sample, index, weight = bags.sample[order], bags.index[order], bags.weight[order]
     counts = torch.bincount(sample, minlength=bags.samples)
@@ -138,13 +136,3 @@ def as_lookup(bags: Bags) -> Lookup:
     weights = bags.grads.new_zeros(bags.samples, longest)
     positions[sample, place], weights[sample, place] = index, weight.to(weights.dtype)
     return Lookup(positions, weights[..., None] * bags.grads[:, None], bags.rows)
-
-
-def _arange_like(index: Tensor) -> Tensor:
-    return torch.arange(len(index), device=index.device).view(-1, *[1] * (index.dim() - 1))
-
-
-def _add_equal(keys: Tensor, values: Tensor) -> Tensor:
-    """The sums of the rows of ``values`` that have equal keys."""
-    unique, place = torch.unique(keys.flatten(), return_inverse=True)
-    return values.new_zeros(len(unique), values.shape[-1]).index_add_(0, place, values)

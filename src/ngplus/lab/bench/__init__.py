@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ngplus.lab import train as shared
+from ngplus.lab import terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 def register(app: typer.Typer) -> None:
-    app.command(help=shared.paragraphs(bench))(bench)
+    app.command(help=terminal.paragraphs(bench))(bench)
 
 
 def bench(
@@ -44,8 +44,8 @@ def bench(
     """
     import torch
 
-    console = shared.make_console()
-    with shared.friendly(console):
+    console = terminal.make_console()
+    with terminal.friendly(console):
         from ngplus.lab.bench import measuring
         from ngplus.lab.bench import show as showing
 

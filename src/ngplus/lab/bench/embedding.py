@@ -10,6 +10,7 @@ from ngplus.lab.bench.processes import in_process
 from ngplus.lab.bench.record import Setting, Taken
 from ngplus.lab.bench.timing import Stopwatch, Times, Turn, take_turns
 from ngplus.lab.bench.training import NGADAM, NGPLUS
+from ngplus.lab.optimizer_wrappers import Trainer
 
 WIDTH, SAMPLES, LOOKUPS = 64, 1000, 10
 HYPER = {"ngplus": NGPLUS, "ngadam": NGADAM}
@@ -30,7 +31,7 @@ class Table:
         error = self.model(self.index).sum(1) - self.target
         return error.square().sum(1).mean()
 
-    def optimizer(self, name: str, every: int) -> optimizers.Trainer:
+    def optimizer(self, name: str, every: int) -> Trainer:
         if name == "sgd":  # without momentum, which a sparse gradient does not get from NG+ either
             return torch.optim.SGD(self.model.parameters(), lr=1e-5)
         return optimizers.get(name).make(self.model, {**HYPER[name], "update_every": every})
@@ -70,7 +71,7 @@ def _with_refresh(rows: int, table: Table, name: str) -> Turn:
     return turn
 
 
-def _train(table: Table, optimizer: optimizers.Trainer, watch: Stopwatch, name: str) -> None:
+def _train(table: Table, optimizer: Trainer, watch: Stopwatch, name: str) -> None:
     with watch.time(f"{name}.pass"):
         optimizer.zero_grad()
         table.loss().backward()

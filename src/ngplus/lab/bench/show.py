@@ -12,7 +12,7 @@ from ngplus.lab.bench.record import Measurement
 from ngplus.lab.bench.rows import RIVALS, ROWS, Row, rival_steps
 from ngplus.lab.bench.timing import Spread
 from ngplus.lab.figures import common
-from ngplus.lab.train import count
+from ngplus.lab.terminal import count
 
 HEADINGS = ("row", "what", "asked", "measured", "quartiles", "by CPU time", "reached")
 LEAST = 0.03  # of what was asked: the left edge of the picture

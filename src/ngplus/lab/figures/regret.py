@@ -29,7 +29,6 @@ from torch import Tensor
 import ngplus
 from ngplus.lab.figures import common
 from ngplus.lab.figures.common import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, Outcome
-from ngplus.online import project
 
 FACTORS = (0.1, 0.3, 3.0)  # tried beside 1
 RADIUS = 1.0  # R
@@ -121,7 +120,7 @@ def play_rival(name: str, data: Example, factor: float) -> Tensor:
             left += g @ g.mT
             right += g.mT @ g
             step = RADIUS * _root(left) @ g @ _root(right)
-        w = project(w - factor * step, RADIUS, "spectral").point
+        w = ngplus.online.project(w - factor * step, RADIUS, "spectral").point
     return torch.tensor(losses, dtype=torch.float64)
 
 
@@ -140,7 +139,7 @@ def best_fixed(data: Example, rounds: int) -> tuple[float, float, Tensor]:
     a, b = x.mT @ x, x.mT @ y
     a = a + 1e-9 * torch.eye(len(a)).to(a)  # before A has full rank; adds at most 1e-9 ||W||_F^2 / 2 to a loss
     inverse = torch.linalg.inv(a)
-    done = project(inverse @ b, RADIUS, "spectral", inverse, 1e-10)
+    done = ngplus.online.project(inverse @ b, RADIUS, "spectral", inverse, 1e-10)
     loss = 0.5 * float((x @ done.point - y).square().sum())
     return loss, 0.5 * done.bound**2 + 0.5e-9 * RADIUS**2 * min(data.shape), done.point
 

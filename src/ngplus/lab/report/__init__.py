@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ngplus.lab import train as shared
+from ngplus.lab import terminal
 
 if TYPE_CHECKING:
     from ngplus.lab.report.curves import Section
@@ -19,7 +19,7 @@ SHOWN = 5  # of the runs that are left out, by name
 
 
 def register(app: typer.Typer) -> None:
-    app.command(name="report", help=shared.paragraphs(report))(report)
+    app.command(name="report", help=terminal.paragraphs(report))(report)
 
 
 def report(
@@ -48,8 +48,8 @@ def report(
 
     ngplus report runs docs/results/steps/*.json --timed docs/results/timed.json --summary docs/results.md
     """
-    console = shared.make_console()
-    with shared.friendly(console):
+    console = terminal.make_console()
+    with terminal.friendly(console):
         from ngplus.lab import collection
         from ngplus.lab.report.curves import groups
         from ngplus.lab.report.page import render
@@ -79,13 +79,13 @@ def report(
                     console.print(f"Left out of the summary: {which} not ended", highlight=False)
         except OSError as error:
             raise RunError(f"The report cannot be written: {error}") from error
-        names = ", ".join(shared.shown(str(path)) for path in written)
-        console.print(f"{shared.count(len(found), 'run')} in {names}", highlight=False)
+        names = ", ".join(terminal.shown(str(path)) for path in written)
+        console.print(f"{terminal.count(len(found), 'run')} in {names}", highlight=False)
         if over:
             told = ", ".join(str(run.path) for run in over[:SHOWN]) + (", …" if len(over) > SHOWN else "")
             console.print(
-                f"{shared.count(len(over), 'run')} left out, since one of the same workload, size, optimizer and seed "
-                f"comes before: {shared.shown(told)}. A report for each shows them all",
+                f"{terminal.count(len(over), 'run')} left out, since one of the same workload, size, optimizer and "
+                f"seed comes before: {terminal.shown(told)}. A report for each shows them all",
                 highlight=False,
                 soft_wrap=True,
             )

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ngplus.lab import train as shared
+from ngplus.lab import terminal
 from ngplus.lab.report import summary, svg
 from ngplus.lab.report.curves import COLOURS, Section
 from ngplus.lab.runs import Run
@@ -30,7 +30,7 @@ def render(sections: Sequence[Section], title: str) -> str:
         for place in section.places.values()
     )
     body = "".join(_section(number, section) for number, section in enumerate(sections))
-    count = shared.count(sum(len(section.runs) for section in sections), "run")
+    count = terminal.count(sum(len(section.runs) for section in sections), "run")
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
@@ -88,7 +88,7 @@ def _tuning(section: Section) -> str:
         found = trials if isinstance(trials, list) else []
         shown = "; ".join(_trial(trial) for trial in found)
         rest = _pairs({key: value for key, value in told.items() if key != "trials"})
-        lines.append((row.optimizer, f"{shared.count(len(found), 'trial')}. {rest}", shown))
+        lines.append((row.optimizer, f"{terminal.count(len(found), 'trial')}. {rest}", shown))
     return _words(("optimizer", "study", "trials: settings → score, smaller is better (those of the finals)"), lines)
 
 

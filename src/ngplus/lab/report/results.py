@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ngplus.lab.report.curves import Section
 from ngplus.lab.report.summary import Row, caption, differing, duration, either, rows, table
-from ngplus.lab.train import count
+from ngplus.lab.terminal import count
 
 OURS = "ngadam"
 TIE = 0.05  # the part by which two means may differ and still be called a tie

@@ -1,4 +1,4 @@
-"""The training loop of the laboratory.
+"""The training loop: a run from its first step, or its checkpoint, to its result.
 
 Batches, dropout and the learning rate depend on the seed and the step alone, so that a run which was killed at any
 moment goes on from its last checkpoint to the same curve. The clock runs during the forward and backward pass and the
@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from ngplus.lab import optimizers, processes, schedules
+from ngplus.lab.optimizer_wrappers import Trainer
 from ngplus.lab.runs import (
     FORMAT,
     Config,
@@ -47,7 +48,7 @@ from ngplus.lab.runs import environment as surroundings
 from ngplus.lab.workloads import DataError, Task
 
 OnStep = Callable[[int, float, float], None]  # steps done, loss, seconds of training
-OnLook = Callable[[int, float | None], str]  # steps done, the measure; a reason to end the run, or nothing
+OnEvaluation = Callable[[int, float | None], str]  # steps done, the measure; returns a reason to end the run, or ""
 _ANEW = "Remove it, and train --resume or compare begins the run anew"
 
 
@@ -64,15 +65,15 @@ def run(
     checkpoint_every: int | None = None,
     device: str = "cpu",
     on_step: OnStep | None = None,
-    on_look: OnLook | None = None,
+    on_evaluation: OnEvaluation | None = None,
     final: bool = True,
 ) -> Result:
     """Trains, and leaves what it measured in the folder.
 
     With ``resume`` it goes on from the folder's checkpoint, or begins where there is none; a run that has ended is
     given back as it is. Checkpoints are written every ``checkpoint_every`` steps, at each evaluation where that is
-    None. Ctrl-C ends it after the step it is in, and a reason that ``on_look`` gives after the look it is at: such a
-    run is "stopped". One that gets to its end is measured by the task's ``final``, unless that is not wanted.
+    None. Ctrl-C ends the run after the current step. Where ``on_evaluation`` returns a reason, the run is "stopped"
+    after that evaluation. With ``final``, a run that reaches its last step is measured by the task's ``final``.
     """
     device = processes.own(device)
     _check_device(device)
@@ -93,7 +94,7 @@ def run(
         if folder is not None and processes.rank() == 0 and not begun(folder):
             _claim(config, folder, device)  # after the settings have been found to work
         session.begin()
-        status, reason = session.train(stopping, checkpoint_every or config.evaluate_every, on_step, on_look)
+        status, reason = session.train(stopping, checkpoint_every or config.evaluate_every, on_step, on_evaluation)
         return session.end(status, reason, final)
 
 
@@ -109,14 +110,14 @@ def _check_device(device: str) -> None:
 
 @contextmanager
 def with_settings(what: str) -> Iterator[None]:
-    """What somebody's settings make of a model, an optimizer or a first step is raised as a sentence."""
+    """Raises errors of a model, an optimizer or a first step as a RunError that names the settings."""
     try:
         yield
     except (RunError, DataError, Divergence, ImportError, OSError):  # they say themselves what is wrong
         raise
     except Exception as error:  # a size that is negative, a missing option: each library has errors of its own
-        told = f"{error} is missing" if isinstance(error, KeyError) else str(error).strip().partition("\n")[0]
-        raise RunError(f"{what} with these settings: {told or type(error).__name__}") from error
+        text = f"{error} is missing" if isinstance(error, KeyError) else str(error).strip().partition("\n")[0]
+        raise RunError(f"{what} with these settings: {text or type(error).__name__}") from error
 
 
 def _check(config: Config, folder: Path, resume: bool) -> None:
@@ -124,10 +125,10 @@ def _check(config: Config, folder: Path, resume: bool) -> None:
     for left in folder.glob(".*.part"):  # by a kill in the middle of writing
         left.unlink(missing_ok=True)
     if begun(folder):
-        held = load(folder)
-        if difference := config.difference(held.config):
+        found = load(folder)
+        if difference := config.difference(found.config):
             raise RunError(f"{folder} has another run: {difference}. Take another folder, or remove this one")
-        if not resume and not (held.result is not None and held.result.ended):
+        if not resume and not (found.result is not None and found.result.ended):
             raise RunError(f"{folder} has a run that has not ended: --resume goes on with it, --out takes another one")
 
 
@@ -163,7 +164,7 @@ class _Session:
         if self.world > 1:
             self.module = nn.parallel.DistributedDataParallel(self.model)
 
-    def _make(self, device: str) -> tuple[nn.Module, optimizers.Trainer]:
+    def _make(self, device: str) -> tuple[nn.Module, Trainer]:
         torch.manual_seed(self.config.seed)
         with with_settings(self.config.workload):
             model = self.task.model().to(device)
@@ -188,39 +189,37 @@ class _Session:
         if path is not None and path.exists():
             self._load(path)
         if self.folder is not None:
-            kept = [row for row in read_metrics(self.folder / "metrics.jsonl") if row["step"] <= self.step]
-            if self.step == 0:
-                kept = []
-            self.metrics = kept
-            write_atomically(self.folder / "metrics.jsonl", b"".join(_line(row) for row in kept))
+            if self.step > 0:
+                self.metrics = [x for x in read_metrics(self.folder / "metrics.jsonl") if x["step"] <= self.step]
+            write_atomically(self.folder / "metrics.jsonl", b"".join(_line(row) for row in self.metrics))
             from torch.utils.tensorboard import SummaryWriter
 
             self.events = SummaryWriter(str(self.folder), purge_step=self.step + 1 if self.step else None)
         if self.step == 0:
-            self._look()
+            self._evaluate()
 
     def _load(self, path: Path) -> None:
         """Everything is read and checked before anything is changed."""
         try:
             raw = io.BytesIO(path.read_bytes())
-            with zipfile.ZipFile(raw) as archive:  # torch.load does not look at the sums that torch.save has written
+            with zipfile.ZipFile(raw) as archive:  # torch.load does not check the checksums of torch.save
                 if (damaged := archive.testzip()) is not None:
                     raise ValueError(f"the check sum of {damaged} is wrong")
             raw.seek(0)
-            held = torch.load(raw, map_location="cpu", weights_only=True)
+            saved = torch.load(raw, map_location="cpu", weights_only=True)
         except Exception as error:  # torch.load raises what it likes for a file that is none of its own
             raise RunError(f"{path} is damaged, or not a checkpoint: {error}. {_ANEW}") from error
-        if not isinstance(held, dict) or held.get("format") != FORMAT:
+        if not isinstance(saved, dict) or saved.get("format") != FORMAT:
             raise RunError(f"{path} is not a checkpoint in format {FORMAT}. {_ANEW}")
-        if difference := self.config.difference(Config.from_dict(held.get("config"), path)):
+        if difference := self.config.difference(Config.from_dict(saved.get("config"), path)):
             raise RunError(f"{path} belongs to another run: {difference}. {_ANEW}")
         before = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
         try:
-            step, seconds = int(held["step"]), float(held["seconds"])
-            loss_sum, loss_count = float(held["loss_sum"]), int(held["loss_count"])
-            state_bytes = optimizers.state_bytes(held["optimizer"])
-            self.model.load_state_dict(held["model"])
-            self.optimizer.load_state_dict(held["optimizer"])
+            step, seconds = int(saved["step"]), float(saved["seconds"])
+            loss_sum, loss_count = float(saved["loss_sum"]), int(saved["loss_count"])
+            state_bytes = optimizers.state_bytes(saved["optimizer"])
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
         except (KeyError, ValueError, RuntimeError, TypeError, AttributeError, IndexError) as error:
             self.model.load_state_dict(before[0])
             self.optimizer.load_state_dict(before[1])
@@ -235,7 +234,11 @@ class _Session:
     # ---------------------------------------------------------------------------------------------- the loop
 
     def train(
-        self, stopping: Callable[[], bool], checkpoint_every: int, on_step: OnStep | None, on_look: OnLook | None
+        self,
+        stopping: Callable[[], bool],
+        checkpoint_every: int,
+        on_step: OnStep | None,
+        on_evaluation: OnEvaluation | None,
     ) -> tuple[str, str]:
         """How it ended, and why."""
         config = self.config
@@ -254,8 +257,10 @@ class _Session:
                 on_step(self.step, loss, self.seconds)
             last = self.step == config.steps
             if last or self.step % config.evaluate_every == 0:
-                self._look()
-                if on_look is not None and (reason := on_look(self.step, self.metrics[-1].get(config.measure))):
+                self._evaluate()
+                if on_evaluation is not None and (
+                    reason := on_evaluation(self.step, self.metrics[-1].get(config.measure))
+                ):
                     status = "stopped"
                     break
             elif self.step % log_every == 0:
@@ -305,7 +310,7 @@ class _Session:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def _look(self) -> None:
+    def _evaluate(self) -> None:
         """A validation, and a line of metrics with its results."""
         processes.check_alike(self.model)
         if self.rank == 0:
@@ -350,12 +355,12 @@ class _Session:
         write_atomically(self.folder / "checkpoint.pt", buffer.getvalue())
 
 
-def _train_step(task: Task, model: nn.Module, optimizer: optimizers.Trainer, batch: Any) -> float:
+def _train_step(task: Task, model: nn.Module, optimizer: Trainer, batch: Any) -> float:
     """The mean loss over all processes; :class:`Divergence` where it is not finite, before anything is changed."""
     optimizer.zero_grad()
     value = 0.0
-    for share, part in task.split(batch):
-        loss = share * task.loss(model, part)
+    for weight, part in task.split(batch):
+        loss = weight * task.loss(model, part)
         value += processes.mean(loss)
         if not math.isfinite(value):
             raise Divergence(f"the loss became {value}")
@@ -372,7 +377,7 @@ def _train_step(task: Task, model: nn.Module, optimizer: optimizers.Trainer, bat
     return value
 
 
-def _check_health(optimizer: optimizers.Trainer) -> None:
+def _check_health(optimizer: Trainer) -> None:
     """:class:`Divergence` where a method has left the step out, in place of numbers that are not finite."""
     if (health := getattr(optimizer, "health", None)) is not None and health().skipped:
         raise Divergence("gradients that are not finite, or too large for their norm")

@@ -1,12 +1,12 @@
 """Online NG+: the method of the paper's regret analysis, W_{t+1} = Proj(W_t - 1/alpha * L_t^-1 G_t).
 
-L_t = L_{t-1} + G_t G_t^T with L_0 = eps I is never formed: its inverse P_t is kept, and Woodbury's identity adds the
-columns of G_t to it. A projection in the norm ||X||_L^2 = trace(X^T L X) is worked out in the eigenbasis of P_t, where
-L is a diagonal and both balls look as they did before.
+The state is P_t, the inverse of L_t = L_{t-1} + G_t G_t^T with L_0 = eps I; Woodbury's identity updates it by the
+columns of G_t. A projection in the norm ||X||_L^2 = trace(X^T L X) is computed in the eigenbasis of P_t, where L is
+diagonal; both balls are invariant under that change of basis.
 
-Every projection comes with a certificate. Z in K is the projection of V exactly where L (V - Z) is in the normal cone
-of K at Z. For Z in K and any Y in that cone, the gap between the projection problem and its dual is
-1/2 ||Z - V + L^-1 Y||_L^2, and strong convexity turns it into a distance:
+Every projection has a certificate. Z in K is the projection of V if and only if L (V - Z) is in the normal cone of K at
+Z. For Z in K and any Y in that cone, the gap between the projection problem and its dual is
+1/2 ||Z - V + L^-1 Y||_L^2, and strong convexity bounds the distance by it:
 
     ||Z - Proj(V)||_L <= ||Z - V + L^-1 Y||_L.
 """
@@ -22,21 +22,24 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from ngplus.fisher.factors import wide
+from ngplus.utils.validation import choice
+
 __all__ = ["OnlineNGPlus", "Projection", "project"]
 
 BALLS = ("frobenius", "spectral")
 NORMS = ("curvature", "plain")
 SIDES = ("left", "right", "auto")
-MAX_ITERATIONS, BALANCED = 5000, 2000  # iterations of ADMM; up to the second number rho is balanced
-RELAXATION = 1.7  # of ADMM; any value in (0, 2) converges, values near this one do so fastest in practice
+MAX_ITERATIONS, BALANCED = 5000, 2000  # iterations of ADMM, and those in which rho is balanced
+RELAXATION = 1.7  # of ADMM: any value in (0, 2) converges
 
 
 class Projection(NamedTuple):
-    """A point of the ball, a bound on its distance to the exact projection in the norm of L, and the iterations.
+    """A point of the ball, a bound on its distance to the exact projection in the norm of L, and the iterations used.
 
     Examples:
         >>> point, bound, iterations = project(torch.eye(2), 2.0, "frobenius")
-        >>> bound, iterations  # it was inside already
+        >>> bound, iterations  # the point was inside the ball
         (0.0, 0)
     """
 
@@ -53,8 +56,8 @@ class OnlineNGPlus(Optimizer):
         L_t = L_{t-1} + G_t G_t^T,  L_0 = eps I
         W_{t+1} = Proj_K(W_t - 1/alpha L_t^-1 G_t)
 
-    with K a ball and Proj_K the projection in the norm of L_t. If every loss satisfies, on K, with the last norm that
-    of grad psi(Y) grad psi(Y)^T,
+    with K a ball and Proj_K the projection in the norm of L_t. If every loss psi satisfies on K, with the last norm
+    that of grad psi(Y) grad psi(Y)^T,
 
         psi(X) >= psi(Y) + <grad psi(Y), X - Y> + alpha/2 ||X - Y||^2
 
@@ -62,9 +65,9 @@ class OnlineNGPlus(Optimizer):
     of a gradient and D the diameter of K. For 1/2 ||W^T x - y||^2 with ||x|| <= 1, ||y|| <= R and the spectral ball of
     radius R, alpha = 1/(4 R^2) does.
 
-    A step costs 2 d^2 D FLOPs for the direction and two to three times as many for the inverse, with d the curved
-    dimension and D the other one (for the inverse, d at most); a projection that is not idle adds an
-    eigendecomposition. State: d^2 numbers, in float64 where the device has it.
+    With d the size of L and D the other dimension, a step costs 2 d^2 D FLOPs for the direction and two to three times
+    as many for the inverse (with D at most d); a projection of a point outside the ball adds an eigendecomposition. The
+    state has d^2 entries, in float64 where the device supports it.
 
     Examples:
         >>> w = nn.Parameter(torch.zeros(3, 2))
@@ -107,15 +110,9 @@ class OnlineNGPlus(Optimizer):
         maximize: bool = False,
     ) -> None:
         defaults: dict[str, Any] = {
-            "alpha": alpha,
-            "eps": eps,
-            "radius": radius,
-            "ball": ball,
-            "norm": norm,
-            "side": side,
-            "tolerance": tolerance,
-            "maximize": maximize,
-        }
+            "alpha": alpha, "eps": eps, "radius": radius, "ball": ball, "norm": norm, "side": side,
+            "tolerance": tolerance, "maximize": maximize,
+        }  # fmt: skip
         _check(defaults)
         super().__init__(params, defaults)
 
@@ -131,7 +128,7 @@ class OnlineNGPlus(Optimizer):
                 raise ValueError(f"Parameter {name} is {param.dtype}; OnlineNGPlus takes real floating-point ones")
 
     def _name(self, param: Tensor) -> str:
-        """As the user named it, or where it stands."""
+        """The name that the user gave, or the position in its group."""
         for g, group in enumerate(self.param_groups):
             for i, own in enumerate(group["params"]):
                 if own is param:
@@ -140,14 +137,14 @@ class OnlineNGPlus(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One round: L_t and its inverse, the step, the projection."""
+        """Performs one round: updates the inverse of L_t, makes the step, projects."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None and p.numel()]
-        for group in self.param_groups:  # they may have been changed since the last step
+        for group in self.param_groups:  # options may have been changed since the last step
             _check(group)
+        work = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None and p.numel()]
         for param, _ in work:
             if param.grad.is_sparse:
                 raise RuntimeError(
@@ -184,54 +181,47 @@ class OnlineNGPlus(Optimizer):
         param.copy_((point.mT if transposed else point).reshape(param.shape))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch.optim, but the inverse keeps its own precision whatever the parameters' dtype."""
+        """As in torch.optim, but the inverse is not cast to the parameter's dtype."""
         super().load_state_dict(state_dict)
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for i, param in zip(ids, params, strict=True):
             if "inverse" in state_dict["state"].get(i, {}):
-                kept = state_dict["state"][i]["inverse"]
-                self.state[param]["inverse"] = kept.detach().clone().to(param.device, _wide(param))
-
-
-# -------------------------------------------------------------------------------------------------- the inverse
+                saved = state_dict["state"][i]["inverse"]
+                self.state[param]["inverse"] = saved.detach().clone().to(param.device, wide(param))
 
 
 def woodbury_update(inverse: Tensor, columns: Tensor) -> Tensor:
     """P <- (P^-1 + U U^T)^-1 = P - P U (I + U^T P U)^-1 U^T P, in place, for P (d x d) and U (d x r).
 
-    The columns come in two pieces at most, so that no system of more than half of d is solved. More than d of them are
-    first reduced to d with the same U U^T by a QR decomposition. 4 d^2 r FLOPs
-    for the products with P, and for each piece of s columns 3 d s^2 for the core and 1/3 s^3.
+    More than d columns are first reduced to d with the same U U^T by a QR decomposition. The columns are then added in
+    at most two chunks of at most d/2. FLOPs: 4 d^2 r for the products with P, and 3 d s^2 + s^3/3 for each chunk of s.
     """
     d, r = columns.shape
     if r > d:
         columns = torch.linalg.qr(columns.mT, mode="r").R.mT
-    for piece in columns.split(max(1, math.ceil(d / 2)), dim=1):
-        reach = inverse @ piece
-        core = piece.mT @ reach
+    for chunk in columns.split(max(1, math.ceil(d / 2)), dim=1):
+        product = inverse @ chunk
+        core = chunk.mT @ product
         core.diagonal().add_(1.0)
-        # P U C^-1 U^T P as X^T X: what is subtracted stays symmetric and positive semi-definite to the last bit
-        root = torch.linalg.solve_triangular(torch.linalg.cholesky(core), reach.mT, upper=False)
-        product = root.mT @ root
-        inverse.sub_((product + product.mT) / 2)  # not every processor's product is symmetric to the last bit
+        # P U C^-1 U^T P = X^T X, which stays symmetric and positive semi-definite under rounding
+        root = torch.linalg.solve_triangular(torch.linalg.cholesky(core), product.mT, upper=False)
+        change = root.mT @ root
+        inverse.sub_((change + change.mT) / 2)  # a matrix product may round its two triangles differently
     return inverse
-
-
-# -------------------------------------------------------------------------------------------------- projections
 
 
 def project(
     point: Tensor, radius: float, ball: str, inverse: Tensor | None = None, tolerance: float = 1e-9
 ) -> Projection:
-    """argmin ||Z - V||_L over the Frobenius or the spectral ball, L given by its inverse; None for L = I.
+    """argmin ||Z - V||_L over the Frobenius or the spectral ball, with L given by its inverse; None is L = I.
 
     Examples:
         >>> done = ngplus.online.project(3 * torch.eye(2), 1.0, "spectral", inverse=torch.eye(2))
         >>> torch.allclose(done.point, torch.eye(2), atol=1e-6)
         True
     """
-    _check_choice("ball", ball, BALLS)
+    choice("ball", ball, BALLS)
     if float(torch.linalg.matrix_norm(point, 2 if ball == "spectral" else "fro")) <= radius:
         return Projection(point, 0.0, 0)
     if inverse is None:
@@ -239,19 +229,19 @@ def project(
     values, basis = torch.linalg.eigh(inverse)
     # Rounding may leave a tiny eigenvalue at or below zero.
     weights = values.clamp_min(torch.finfo(values.dtype).eps * float(values[-1])).reciprocal()[:, None]
-    transposed = basis.mT @ point
-    if ball == "frobenius" or min(point.shape) == 1:  # the two balls are one for a vector
-        done = project_frobenius(transposed, weights, radius)
+    rotated = basis.mT @ point
+    if ball == "frobenius" or min(point.shape) == 1:  # for a vector both balls are the same
+        done = project_frobenius(rotated, weights, radius)
     else:
-        done = project_spectral(transposed, weights, radius, tolerance)
+        done = project_spectral(rotated, weights, radius, tolerance)
     return Projection(basis @ done.point, done.bound, done.iterations)
 
 
 def project_frobenius(point: Tensor, weights: Tensor, radius: float) -> Projection:
     """argmin sum_i l_i ||z_i - v_i||^2 over ||Z||_F <= r, for rows v_i of V and weights l_i (d x 1).
 
-    L (Z - V) + nu Z = 0, so z_i = v_i l_i / (l_i + nu), with nu >= 0 the root of ||Z(nu)||_F = r. 1 / ||Z(nu)|| is
-    close to a line in nu: Newton's method on it, kept inside a bracket.
+    L (Z - V) + nu Z = 0, so z_i = v_i l_i / (l_i + nu), with nu >= 0 the root of ||Z(nu)||_F = r. Newton's method finds
+    it on 1 / ||Z(nu)||, which is nearly linear in nu, safeguarded by bisection.
     """
     squares = point.square().sum(1, keepdim=True)
     excess = float(squares.sum().sqrt()) / radius - 1.0
@@ -276,10 +266,10 @@ def project_frobenius(point: Tensor, weights: Tensor, radius: float) -> Projecti
 def project_spectral(point: Tensor, weights: Tensor, radius: float, tolerance: float) -> Projection:
     """argmin sum_i l_i ||z_i - v_i||^2 over ||Z||_2 <= r, for rows v_i of V and weights l_i (d x 1).
 
-    ADMM on W = Z: W <- (L V + rho (Z - U)) / (L + rho), Z <- clip(W + U), U <- U + W - Z, with clip cutting the
-    singular values at r. rho U is in the normal cone at Z, so each iterate has its certificate; the iteration ends when
-    it is below ``tolerance`` times ||V||_L, and warns where it does not get there. rho is balanced at first and then
-    fixed, from where on ADMM is known to converge.
+    ADMM on W = Z: W <- (L V + rho (Z - U)) / (L + rho), Z <- clip(W + U), U <- U + W - Z, where clip bounds the
+    singular values by r. rho U is in the normal cone at Z, so each iterate has a certificate. The iteration ends when
+    it is below ``tolerance`` times ||V||_L, and warns where that is not reached. rho is balanced at first and then
+    constant, as the convergence of ADMM requires.
     """
     goal = tolerance * float((weights * point.square()).sum().sqrt())
     rho = float((weights.min() * weights.max()).sqrt())
@@ -302,8 +292,8 @@ def project_spectral(point: Tensor, weights: Tensor, radius: float, tolerance: f
             rho, u = rho * factor, u / factor
     warnings.warn(
         f"The projection onto the spectral ball stopped after {MAX_ITERATIONS} iterations, within {best.bound:.1e} of "
-        f"the exact one in the norm of L, where {goal:.1e} was asked for; it is used as it is. A "
-        "larger tolerance asks for less",
+        f"the exact one in the norm of L; the tolerance asks for {goal:.1e}. The result is used. A larger tolerance "
+        "needs fewer iterations",
         stacklevel=2,
     )
     return best._replace(iterations=MAX_ITERATIONS)
@@ -315,7 +305,7 @@ def _certificate(z: Tensor, point: Tensor, normal: Tensor, weights: Tensor) -> f
 
 
 def _clip(point: Tensor, radius: float) -> Tensor:
-    """Singular values cut at r: the projection onto the spectral ball in the plain norm."""
+    """Clips the singular values at r: the projection onto the spectral ball in the Frobenius norm."""
     left, values, right = torch.linalg.svd(point, full_matrices=False)
     return left * values.clamp_max(radius) @ right
 
@@ -324,17 +314,10 @@ def _scaled(point: Tensor, radius: float) -> Tensor:
     return point * (radius / torch.linalg.vector_norm(point))
 
 
-# -------------------------------------------------------------------------------------------------- small helpers
-
-
-def _wide(param: Tensor) -> torch.dtype:
-    """The sum of many products, and its inverse, want float64; Apple's devices have none."""
-    return torch.float32 if param.device.type == "mps" else torch.float64
-
-
 def _as_matrix(tensor: Tensor) -> Tensor:
-    wide = tensor.detach().to(_wide(tensor))
-    return wide.reshape(len(tensor), -1) if tensor.dim() > 0 else wide.reshape(1, 1)
+    """(m, n) in float64: dimension 0 is m."""
+    matrix = tensor.detach().to(wide(tensor))
+    return matrix.reshape(len(tensor), -1) if tensor.dim() > 0 else matrix.reshape(1, 1)
 
 
 def _epsilon(group: dict[str, Any], shape: torch.Size) -> float:
@@ -348,7 +331,7 @@ def _epsilon(group: dict[str, Any], shape: torch.Size) -> float:
 
 
 def _check(options: dict[str, Any]) -> None:
-    """Raises ValueError, with the name and the value, for the first option that does not make sense."""
+    """Raises ValueError for the first invalid option."""
     for name, optional in (("alpha", False), ("eps", True), ("radius", True), ("tolerance", False)):
         value = options[name]
         if value is None and optional:
@@ -357,9 +340,4 @@ def _check(options: dict[str, Any]) -> None:
         if not number or not 0.0 < value < math.inf:
             raise ValueError(f"Invalid {name}: {value!r} (a number above 0)")
     for name, choices in (("ball", BALLS), ("norm", NORMS), ("side", SIDES)):
-        _check_choice(name, options[name], choices)
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"Invalid {name}: {value!r} (one of {', '.join(map(repr, choices))})")
+        choice(name, options[name], choices)

@@ -1,0 +1,228 @@
+"""A study of ``ngplus tune``: its trials, its finalists and their scores, in an Optuna storage."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ngplus.lab.terminal import count
+
+if TYPE_CHECKING:
+    import optuna
+
+    from ngplus.lab.optimizers import OptimizerEntry, Range
+    from ngplus.lab.runs import Config, Result
+
+FAILED = 10.0  # the score of a run that diverged, where steps to the target count
+OPENING = (1.0, 1 / 3, 3.0)  # factors of the default learning rate in the first trials
+TUNING_SEED = 100  # a comparison uses the seeds 0, 1, 2, …: none of them is tuned on
+MORE_SEEDS = 2  # on which the best trials are run again
+
+
+@dataclass
+class Final:
+    """The scores of a finalist: one of the best trials, run on more seeds."""
+
+    scores: list[float]
+    left_off: float = -1.0  # where it was stopped early: the sum of another finalist's scores that it could not beat
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The study of one optimizer, and how its trials are made."""
+
+    optimizer: OptimizerEntry
+    base: Config
+    study: optuna.Study
+    trials: int
+    finalists: int
+    seed: int
+    seeds: int
+    objective: str
+    limit: float | None
+
+    def most_runs(self) -> int:
+        return self.trials * self.seeds + (self.finalists * self.runs if self.finalists > 1 else 0)
+
+    def missing(self, patient: bool, before: float = math.inf) -> int:
+        """Trials still to be made, those that somebody is at not among them where ``patient``; of those with a number
+        below ``before``."""
+        import optuna
+
+        states = (optuna.trial.TrialState.COMPLETE, *((optuna.trial.TrialState.RUNNING,) if patient else ()))
+        return self.trials - sum(t.number < before for t in self.study.get_trials(deepcopy=False, states=states))
+
+    def counted(self) -> list[optuna.trial.FrozenTrial]:
+        """Processes that share a study may make a few trials more: every optimizer gets the same number."""
+        import optuna
+
+        done = self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
+        return done[: self.trials]
+
+    def ranked(self) -> list[optuna.trial.FrozenTrial]:
+        return sorted(self.counted(), key=_value)
+
+    def final(self, trial: optuna.trial.FrozenTrial) -> Final | None:
+        """The runs of a finalist; None before they have begun."""
+        saved = self.study.user_attrs.get(f"final {trial.number}")
+        return None if saved is None else Final(**saved)
+
+    def least(self) -> float:
+        """The least sum of scores of a finalist that has all its runs."""
+        finals = [self.final(trial) for trial in self.counted()]
+        return min((sum(f.scores) for f in finals if f is not None and len(f.scores) == self.runs), default=math.inf)
+
+    @property
+    def runs(self) -> int:
+        """Of a finalist."""
+        return self.seeds + MORE_SEEDS
+
+    def beaten(self, final: Final) -> bool:
+        """Can it not win any more?"""
+        least = self.least()
+        return self.objective == "target" and (sum(final.scores) >= least or final.left_off >= least)
+
+    def ended(self) -> bool:
+        """Are all trials there, and all runs of the finalists?"""
+        if len(self.counted()) < self.trials:
+            return False
+        finals = [self.final(trial) for trial in self.ranked()[: self.finalists]]
+        return self.finalists == 1 or all(
+            final is not None and (len(final.scores) == self.runs or self.beaten(final)) for final in finals
+        )
+
+    def winner(self) -> tuple[optuna.trial.FrozenTrial, float]:
+        """The best trial and its score: the best mean of the finalists, where there are any."""
+        if self.finalists == 1:
+            return self.ranked()[0], _value(self.ranked()[0])
+        finals = [(trial, self.final(trial)) for trial in self.ranked()]
+        full = [(t, statistics.mean(f.scores)) for t, f in finals if f is not None and len(f.scores) == self.runs]
+        return min(full, key=lambda pair: pair[1])
+
+    def best(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Settings, changes of the run (none), and how they were found, for the preset and the report."""
+        return self.winner()[0].params, {}, story(self)
+
+    def sentence(self) -> str:
+        winner, value = self.winner()
+        found = ", ".join(f"{key} {value:.4g}" for key, value in winner.params.items())
+        where = f"{self.base.workload}, {self.optimizer.name}"
+        return f"{where}: {found}, the best of {count(self.trials, 'trial')} with a score of {value:.4g}"
+
+
+def narrowed(ranges: Mapping[str, Range], trials: Iterable[optuna.trial.FrozenTrial]) -> dict[str, Range]:
+    """Learning rates that diverged, and half of the smallest of them, are not tried again; the range then reaches down
+    to a hundredth of its end at least. How large a step may be depends on the scale of the loss."""
+    diverged = [trial.params["lr"] for trial in trials if trial.user_attrs.get("diverged") and "lr" in trial.params]
+    if not diverged or "lr" not in ranges:
+        return dict(ranges)
+    lr = ranges["lr"]
+    high = min(lr.high, min(diverged) / 2)
+    return {**ranges, "lr": replace(lr, low=min(lr.low, high / 100), high=high)}
+
+
+def open_study(storage: str, name: str, base: Config) -> optuna.Study:
+    """The study of that name, made where it is not there. ValueError for a storage that cannot be opened, RunError for
+    a study whose runs are others."""
+    import optuna
+
+    from ngplus.lab.runs import Config, RunError
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    url = storage if "://" in storage else f"sqlite:///{storage}"
+    try:
+        study = optuna.create_study(study_name=name, storage=url, direction="minimize", load_if_exists=True)
+        settings = study.user_attrs.get("config")
+        if settings is None:
+            study.set_user_attr("config", base.as_dict())
+    except Exception as error:  # each kind of storage has errors of its own
+        raise ValueError(f"The storage {storage!r} cannot be opened: {error}") from error
+    if settings is not None and (difference := base.difference(Config.from_dict(settings, Path(name)))):
+        raise RunError(f"The storage has a study {name} of other runs: {difference}. --storage takes another one")
+    return study
+
+
+def opening(optimizer: OptimizerEntry, place: int, ranges: Mapping[str, Range]) -> dict[str, float]:
+    """The first trials: the defaults, then with a third and with three times the learning rate; none after them, or
+    where that is out of the range."""
+    if place >= len(OPENING):
+        return {}
+    fixed = {name: float(optimizer.defaults[name]) for name in ranges}
+    fixed["lr"] *= OPENING[place]
+    inside = all(ranges[name].low <= value <= ranges[name].high for name, value in fixed.items())
+    return fixed if inside or place == 0 else {}
+
+
+def sampler(fixed: Mapping[str, float], *seed: int) -> optuna.samplers.BaseSampler:
+    """TPE, each parameter by itself: it is asked when the trial has its number, which is part of the seed. A study that
+    goes on, or is shared, does not draw the same random points again."""
+    import numpy as np
+    import optuna
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # constant_liar and PartialFixedSampler are marked experimental
+        tpe = optuna.samplers.TPESampler(
+            seed=int(np.random.SeedSequence(seed).generate_state(1)[0]),  # numbers side by side give points apart
+            n_startup_trials=len(OPENING),
+            constant_liar=True,  # running trials of other processes count as bad ones
+        )
+        return optuna.samplers.PartialFixedSampler(dict(fixed), tpe) if fixed else tpe
+
+
+def pruner(steps: int) -> optuna.pruners.BasePruner:
+    """Ends a trial that is behind the median of its study after half of the steps, once two trials are there."""
+    import optuna
+
+    return optuna.pruners.MedianPruner(n_startup_trials=2, n_warmup_steps=steps // 2)
+
+
+def score(config: Config, result: Result, objective: str) -> float:
+    """Smaller is better. ``target``: the part of the budget that it took; 1 and the relative gap where not reached.
+    What diverged is behind everything else."""
+    if result.status == "diverged" or result.final is None:
+        return FAILED if objective == "target" else math.inf
+    if objective == "final":
+        return -result.final if config.higher_is_better else result.final
+    if result.steps_to_target is not None:
+        return result.steps_to_target / config.steps
+    gap = abs(config.target - (result.final if math.isfinite(result.final) else math.inf))
+    return min(0.9 * FAILED, 1.0 + gap / max(abs(config.target), 1e-12))
+
+
+def story(plan: Plan) -> dict[str, Any]:
+    """How the settings were found, for the preset and the report."""
+    import optuna
+
+    limit = {} if plan.limit is None else {"limit of a run in CPU seconds": plan.limit}
+    seeds = [TUNING_SEED + number for number in range(plan.runs)]
+    finals = {"finalists": plan.finalists, "seeds of the finals": seeds} if plan.finalists > 1 else {}
+    trials = []
+    for trial in plan.counted():
+        final = plan.final(trial) if finals else None
+        more = {} if final is None else {"scores of the finals": [_number(value) for value in final.scores]}
+        trials.append({"hyper": trial.params, "score": _number(trial.value), **more})
+    return {
+        "study": plan.study.study_name,
+        "sampler": f"Optuna {optuna.__version__}, TPE, seed {plan.seed}",
+        "objective": plan.objective,
+        "seeds of the runs": seeds[: plan.seeds],
+        **finals,
+        "steps": plan.base.steps,
+        "target": plan.base.target,
+        **limit,
+        "trials": trials,
+    }
+
+
+def _value(trial: optuna.trial.FrozenTrial) -> float:
+    return math.inf if trial.value is None else trial.value
+
+
+def _number(value: float | None) -> float | None:
+    """JSON has no infinity."""
+    return value if value is not None and math.isfinite(value) else None
