@@ -172,7 +172,7 @@ def test_time_leaves_out_the_look_at_the_methods_health(monkeypatch: pytest.Monk
         time.sleep(0.05)
         real(optimizer)
 
-    monkeypatch.setattr(training, "_check_health", slow)
+    monkeypatch.setattr(loop, "_check_health", slow)
     start = time.perf_counter()
     result = loop.run(config(steps=10), Tiny())
     assert result.seconds < time.perf_counter() - start - 10 * 0.05
