@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from factor_cases import random
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,10 +21,6 @@ from ngplus.utils.finite import RefreshStatus
 BLOCKS = (1, 3)
 DIMENSIONS = (1, 2, 5)
 DAMPINGS = (1e-3, 0.5, 20.0)
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def number(value: float, dtype: torch.dtype = torch.float64) -> Tensor:

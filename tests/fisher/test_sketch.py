@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from factor_cases import random
 from torch import Tensor
 
 from ngplus.fisher.sketch import KINDS, Sketch, SketchSpec, hadamard
@@ -18,10 +19,6 @@ SPECS = {kind: SketchSpec(4, kind) for kind in KINDS} | {"no replacement": Sketc
 def omega(spec: SketchSpec, n: int, seed: int) -> Tensor:
     """Omega itself, [n, q], by sketching the identity."""
     return Sketch(spec, n, seed)(torch.eye(n, dtype=torch.float64))
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 # ------------------------------------------------------------------------------------------------ one Omega

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import ngplus
 from helpers import reference as ref
+from helpers.steps import one_step
 
 LAMBDA = 0.2
 PAPER: dict[str, Any] = {"momentum": 0.0, "damping": LAMBDA}
@@ -17,10 +18,6 @@ PAPER: dict[str, Any] = {"momentum": 0.0, "damping": LAMBDA}
 
 def batches(count: int, samples: int = 6, features: int = 5, outputs: int = 3) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(samples, features), torch.randn(samples, outputs)) for _ in range(count)]
-
-
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().sum(-1).mean()
 
 
 def per_sample(model: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
@@ -34,12 +31,6 @@ def matrix_of(model: nn.Linear) -> Tensor:
     return torch.cat([model.weight.detach(), model.bias.detach()[:, None]], dim=1)[None].clone()
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
-    optimizer.zero_grad()
-    loss_fn(model(x), y).backward()
-    optimizer.step()
-
-
 def compare(
     direction: Callable[[int, Tensor, Tensor], Tensor], steps: int = 7, shape: tuple[int, int] = (5, 3), **options: Any
 ) -> ngplus.NGPlus:
@@ -49,7 +40,7 @@ def compare(
     for k, (x, y) in enumerate(batches(steps, features=shape[0], outputs=shape[1])):
         before = matrix_of(model)
         wanted = direction(k, per_sample(model, x, y), before)
-        train(model, optimizer, x, y)
+        one_step(model, optimizer, x, y)
         assert ref.relative_error(before - matrix_of(model), 0.1 * wanted) < 1e-6, k
     return optimizer
 

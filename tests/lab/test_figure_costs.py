@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,13 +14,9 @@ import ngplus
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 from ngplus.lab import figures
-from ngplus.lab.figures import common, costs
+from ngplus.lab.figures import costs
 
-
-@pytest.fixture(autouse=True)
-def _conditions() -> Iterator[None]:
-    with common.conditions():
-        yield
+pytestmark = pytest.mark.usefixtures("figure_conditions")
 
 
 def counted(run: Any) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,11 +18,7 @@ pytest.importorskip("sklearn")
 from ngplus.lab import figures
 from ngplus.lab.figures import blocks, common, convergence, gfim, regret, sketch, steps
 
-
-@pytest.fixture(autouse=True)
-def _conditions() -> Iterator[None]:
-    with common.conditions():
-        yield
+pytestmark = pytest.mark.usefixtures("figure_conditions")
 
 
 def kron_efim(g: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import ngplus
 from helpers import reference as ref
-from helpers.linear import LAMBDA, PAPER, SHAPES, batches, compare, loss_fn, matrix_of, per_sample, train
+from helpers.linear import LAMBDA, PAPER, SHAPES, batches, compare, matrix_of, per_sample
+from helpers.steps import loss_fn, one_step
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -74,8 +75,8 @@ def test_batch_curvature_needs_no_model() -> None:
     first = ngplus.NGPlus(with_model, lr=0.1, curvature="batch", **PAPER)
     second = ngplus.NGPlus(without.parameters(), lr=0.1, curvature="batch", **PAPER)
     for x, y in batches(4, outputs=1):
-        train(with_model, first, x, y)
-        train(without, second, x, y)
+        one_step(with_model, first, x, y)
+        one_step(without, second, x, y)
     torch.testing.assert_close(with_model.weight, without.weight)
 
 
@@ -88,7 +89,7 @@ def test_sub_sample(samples: int | float) -> None:
     chosen = []
     for x, y in batches(6):
         grads, before = per_sample(model, x, y), matrix_of(model)
-        train(model, optimizer, x, y)
+        one_step(model, optimizer, x, y)
         update = before - matrix_of(model)
         errors = {
             subset: ref.relative_error(
@@ -108,7 +109,7 @@ def test_gradient_accumulation_gathers_all_micro_batches() -> None:
     first = ngplus.NGPlus(whole, lr=0.1, update_every=1, **PAPER)
     second = ngplus.NGPlus(parts, lr=0.1, update_every=1, **PAPER)
     for x, y in batches(3):
-        train(whole, first, x, y)
+        one_step(whole, first, x, y)
         second.zero_grad()
         for xs, ys in zip(x.chunk(3), y.chunk(3), strict=True):
             (loss_fn(parts(xs), ys) / 3).backward()
@@ -135,7 +136,7 @@ def test_momentum_and_decay_are_those_of_sgd(options: dict[str, Any]) -> None:
     preconditioner = ngplus.Preconditioner(theirs, update_every=2, damping=LAMBDA)
     second = torch.optim.SGD(theirs.parameters(), lr=0.1, **options)
     for x, y in batches(5):
-        train(ours, first, x, y)
+        one_step(ours, first, x, y)
         second.zero_grad()
         loss_fn(theirs(x), y).backward()
         kept = [p.grad for p in theirs.parameters()]
@@ -201,8 +202,8 @@ def test_bias_in_a_group_of_its_own() -> None:
     second = ngplus.NGPlus(joined, lr=0.1, weight_decay=0.1, **PAPER)
     (x, y) = batches(1)[0]
     start = split.bias.detach().clone()
-    train(split, first, x, y)
-    train(joined, second, x, y)
+    one_step(split, first, x, y)
+    one_step(joined, second, x, y)
     torch.testing.assert_close(split.weight, joined.weight)
     assert torch.equal(split.bias, start)
     assert len(first.plan()) == 1

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import ngplus
 from helpers import reference as ref
-from helpers.linear import LAMBDA, PAPER, batches, compare, matrix_of, per_sample, train
+from helpers.linear import LAMBDA, PAPER, batches, compare, matrix_of, per_sample
+from helpers.steps import one_step
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -30,7 +31,7 @@ def test_grafting_to_adam() -> None:
     adam = torch.optim.Adam(shadow.parameters(), lr=0.1, betas=(0.0, 0.95), eps=1e-8)
     for x, y in batches(5):
         grads, before = per_sample(model, x, y), matrix_of(model)
-        train(model, optimizer, x, y)
+        one_step(model, optimizer, x, y)
         update = before - matrix_of(model)
         old = matrix_of(shadow)
         shadow.weight.grad, shadow.bias.grad = grads.mean(0)[0, :, :-1].clone(), grads.mean(0)[0, :, -1].clone()

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import ngplus
 from helpers import reference as ref
-from helpers.linear import LAMBDA, PAPER, SHAPES, batches, compare, loss_fn, matrix_of, per_sample, train
+from helpers.linear import LAMBDA, PAPER, SHAPES, batches, compare, matrix_of, per_sample
+from helpers.steps import loss_fn, one_step
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -27,7 +28,7 @@ def test_damping_of_the_last_refresh_stays_with_its_inverse() -> None:
         grads, before = per_sample(model, x, y), matrix_of(model)
         if k % 2 == 0:
             kept, damping = ref.gfim(grads, "left"), 0.5 + k
-        train(model, optimizer, x, y)
+        one_step(model, optimizer, x, y)
         wanted = 0.1 * ref.direction(grads.mean(0), kept, "left", damping)
         assert ref.relative_error(before - matrix_of(model), wanted) < 1e-6
 
@@ -59,8 +60,8 @@ def test_whole_sketch_without_replacement_is_exact(shape: tuple[int, int], size:
     first = ngplus.NGPlus(plain, lr=0.1, **options)
     second = ngplus.NGPlus(sketched, lr=0.1, sketch={"size": size, "replacement": False}, **options)
     for x, y in batches(4, features=shape[0], outputs=shape[1]):
-        train(plain, first, x, y)
-        train(sketched, second, x, y)
+        one_step(plain, first, x, y)
+        one_step(sketched, second, x, y)
     torch.testing.assert_close(plain.weight, sketched.weight)
 
 
@@ -97,8 +98,8 @@ def test_sketched_least_squares_is_exact_for_an_orthogonal_sketch() -> None:
         sketched, lr=0.1, update_every=2, solver="sketched", sketch={"size": 8, "replacement": False}, **PAPER
     )
     for x, y in batches(4, samples=3, features=40, outputs=8):
-        train(plain, first, x, y)
-        train(sketched, second, x, y)
+        one_step(plain, first, x, y)
+        one_step(sketched, second, x, y)
     torch.testing.assert_close(plain.weight, sketched.weight)
 
 
@@ -111,7 +112,7 @@ def test_sketched_least_squares_solves_the_sketched_problem(kind: str) -> None:
     optimizer = ngplus.NGPlus(model, lr=0.1, solver="sketched", sketch={"size": 7, "kind": kind}, seed=3, **PAPER)
     (x, y) = batches(1, samples=3, features=40, outputs=12)[0]
     grads, before = per_sample(model, x, y), matrix_of(model)
-    train(model, optimizer, x, y)
+    one_step(model, optimizer, x, y)
     u = ref.gfim(grads, "left")[0]
     values, vectors = torch.linalg.eigh(u)
     root = vectors[:, -3:] * values[-3:].sqrt()
