@@ -43,7 +43,8 @@ class BaselineOptimizer(BaseOptimizer):
         check_momentum(group)
         number("damping", group["damping"])
 
-    def _row(self, matrix: ParameterMatrix, group: Group, state: State, samples: int, positions: int) -> PlanRow:
+    def _row(self, matrix: ParameterMatrix, group: Group, state: State, samples: int, positions: int) -> dict[str, Any]:
+        """The fields of a plan row that differ between KFAC and SENG."""
         raise NotImplementedError
 
     def plan(self, batch_size: int | None = None, positions: int = 1) -> Plan:
@@ -51,5 +52,14 @@ class BaselineOptimizer(BaseOptimizer):
         rows = []
         for matrix in self._matrices:
             seen, state = matrix.seen or (batch_size or 0, positions), self.state.get(matrix.params[0], {})
-            rows.append(unless_frozen(self._row(matrix, self._group(matrix), state, *seen), matrix, state))
+            row = PlanRow(
+                name=matrix.name,
+                parameters=tuple(matrix.names),
+                shape=(matrix.layout.rows, matrix.layout.cols),
+                groups=matrix.groups,
+                source=matrix.refreshed_from,
+                note=matrix.note,
+                **self._row(matrix, self._group(matrix), state, *seen),
+            )
+            rows.append(unless_frozen(row, matrix, state))
         return Plan(tuple(rows))

@@ -15,7 +15,7 @@ from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.loss_scale import captured_scale
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.capture.samples import BatchDims
-from ngplus.diagnostics.plan import PlanRow, state_bytes
+from ngplus.diagnostics.plan import state_bytes
 from ngplus.fisher import inverses, products
 from ngplus.fisher.factors import Factors, Joined, Outer
 from ngplus.fisher.factors.base import take
@@ -244,25 +244,19 @@ class KFAC(BaselineOptimizer):
         pair = KroneckerFactors(state["input"], state["output"])
         return pair if matrix.groups > 1 else KroneckerFactors(pair.input[0], pair.output[0])
 
-    def _row(self, matrix: ParameterMatrix, group: Group, state: State, samples: int, positions: int) -> PlanRow:
+    def _row(self, matrix: ParameterMatrix, group: Group, state: State, samples: int, positions: int) -> dict[str, Any]:
         m, n, groups = matrix.layout.rows, matrix.layout.cols, matrix.groups
         likely = matrix.source == "sample" and matrix.kinds[0] != "column" and not matrix.lookup
         kronecker = "output_inverse" in state or ("curvature_inverse" not in state and likely)
         sizes = (m, n) if kronecker else (min(m, n),)
         elements = groups * sum(d * d for d in sizes) * (2 if group["beta"] else 1)
         used = positions if group["approx"] == "expand" else 1
-        return PlanRow(
-            name=matrix.name,
-            parameters=tuple(matrix.names),
-            shape=(m, n),
-            groups=groups,
-            source=matrix.refreshed_from,
-            side="both" if kronecker else matrix.side("smaller"),
-            solver="kronecker" if kronecker else "dense",
-            blocks=groups,
-            form=group["approx"] if kronecker else "",
-            state_bytes=state_bytes(state) or elements * (torch.finfo(matrix.dtype).bits // 8),
-            step_flops=2 * groups * m * n * sum(sizes),
-            refresh_flops=groups * sum(d**3 + 2 * samples * used * d * d for d in sizes),
-            note=matrix.note,
-        )
+        return {
+            "side": "both" if kronecker else matrix.side("smaller"),
+            "solver": "kronecker" if kronecker else "dense",
+            "blocks": groups,
+            "form": group["approx"] if kronecker else "",
+            "state_bytes": state_bytes(state) or elements * (torch.finfo(matrix.dtype).bits // 8),
+            "step_flops": 2 * groups * m * n * sum(sizes),
+            "refresh_flops": groups * sum(d**3 + 2 * samples * used * d * d for d in sizes),
+        }

@@ -18,7 +18,7 @@ from ngplus.capture.collector import seed_of
 from ngplus.capture.loss_scale import captured_scale
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.capture.samples import BatchDims
-from ngplus.diagnostics.plan import PlanRow, state_bytes
+from ngplus.diagnostics.plan import state_bytes
 from ngplus.fisher import inverses
 from ngplus.fisher.factors import Factors, Joined, Lookup, Outer, Rows
 from ngplus.optimizers.matrix_optimizer import ON_ALL_RANKS
@@ -176,7 +176,7 @@ class SENG(BaselineOptimizer):
     def _preconditioner(self, matrix: ParameterMatrix, group: Group, state: State) -> WoodburyPreconditioner:
         return WoodburyPreconditioner(matrix, group, state)
 
-    def _row(self, matrix: ParameterMatrix, group: Group, state: State, samples: int, positions: int) -> PlanRow:
+    def _row(self, matrix: ParameterMatrix, group: Group, state: State, samples: int, positions: int) -> dict[str, Any]:
         m, n, groups = matrix.layout.rows, matrix.layout.cols, matrix.groups
         size = len(state["core"]) if "core" in state else samples
         factored = positions * (m + n) < m * n
@@ -188,18 +188,12 @@ class SENG(BaselineOptimizer):
             )
         form = "+".join(sorted({type(part).__name__.lower() for _, part in parts}))
         bytes_each = torch.finfo(matrix.dtype).bits // 8
-        return PlanRow(
-            name=matrix.name,
-            parameters=tuple(matrix.names),
-            shape=(m, n),
-            groups=groups,
-            source=matrix.refreshed_from,
-            side="vec",
-            solver="woodbury" if group["sketch"] is None else "sketched",
-            blocks=1,
-            form=form or ("outer" if factored else "rows"),
-            state_bytes=state_bytes(state) or (groups * size * per_sample + size * size) * bytes_each,
-            step_flops=4 * groups * size * m * n * (positions if factored else 1) + 2 * size * size,
-            refresh_flops=2 * size * size * groups * min(m * n, positions**2 * (m + n)) + size**3,
-            note=matrix.note,
-        )
+        return {
+            "side": "vec",
+            "solver": "woodbury" if group["sketch"] is None else "sketched",
+            "blocks": 1,
+            "form": form or ("outer" if factored else "rows"),
+            "state_bytes": state_bytes(state) or (groups * size * per_sample + size * size) * bytes_each,
+            "step_flops": 4 * groups * size * m * n * (positions if factored else 1) + 2 * size * size,
+            "refresh_flops": 2 * size * size * groups * min(m * n, positions**2 * (m + n)) + size**3,
+        }

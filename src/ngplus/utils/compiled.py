@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,13 +26,6 @@ REASON = (
     "is made and give NGPlus the compiled one, NGPlus(torch.compile(model)): such calls then run eagerly, and all "
     "others as one graph. Or leave fullgraph=True out"
 )
-
-
-class Listener(Protocol):
-    """The capture, as this module uses it."""
-
-    def expects(self) -> bool:
-        """Whether the next forward call is to be captured. Called outside of any graph."""
 
 
 @functools.cache
@@ -49,14 +42,14 @@ def uncompiled() -> Callable[..., Any]:
 
 
 class _EagerCalls:
-    """Makes the calls of one compiled module eager where the listener expects them."""
+    """Makes the calls of one compiled module eager where ``listener.expects()`` says that they are to be captured."""
 
     def __init__(self, listener: weakref.ref[Any]) -> None:
         self._listener = listener
         self._stances: list[Any] = []
 
     def enter(self) -> None:
-        listener: Listener | None = self._listener()
+        listener = self._listener()
         stance = None
         if listener is not None and listener.expects():
             try:
