@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ngplus.capture.layers.base import Active, Build, Inputs, LayerRule, has_own_forward, register_layer
 from ngplus.capture.layers.layout import MatrixSpec
@@ -94,15 +95,13 @@ class _Intercepted(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first = next((x for x in args if isinstance(x, cls)), None)
-        args = [x.plain if isinstance(x, cls) else x for x in args]
-        kwargs = {name: x.plain if isinstance(x, cls) else x for name, x in (kwargs or {}).items()}
-        if first is None:
-            return func(*args, **kwargs)
+        leaves, tree = pytree.tree_flatten((args, kwargs or {}))
+        attend = next(x.attend for x in leaves if isinstance(x, cls))
+        args, kwargs = pytree.tree_unflatten([x.plain if isinstance(x, cls) else x for x in leaves], tree)
         if func is F.multi_head_attention_forward:
-            return first.attend(**_SIGNATURE.bind(*args, **kwargs).arguments)
+            return attend(**_SIGNATURE.bind(*args, **kwargs).arguments)
         out = func(*args, **kwargs)
-        return cls.of(out, first.attend) if func is Tensor.transpose else out
+        return cls.of(out, attend) if func is Tensor.transpose else out
 
 
 class _Identity(Tensor):

@@ -140,11 +140,10 @@ class BatchNormRule(_ChannelNormRule):
         if active[0] and x is not None:
             x = _channels_and_positions(x.to(grad.dtype))
             if module.training or module.running_mean is None:
-                # Gives the statistics of the forward pass bit for bit.
-                bias = module.bias
-                _, mean, scale = torch.native_batch_norm(x, module.weight, bias, None, None, True, 0.0, module.eps)
+                # Torch's own function, so that mean and 1 / std are those of the forward pass.
+                parameters = (module.weight, module.bias)
+                _, mean, scale = torch.native_batch_norm(x, *parameters, None, None, True, 0.0, module.eps)
             else:
-                assert module.running_var is not None
                 mean, scale = module.running_mean, (module.running_var + module.eps).rsqrt()
             product = torch.linalg.vecdot(grad, x)
             columns.append(((product - mean * shift) * scale).to(grad.dtype))  # 16-bit x has 32-bit statistics
