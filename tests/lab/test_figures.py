@@ -184,7 +184,9 @@ def test_regret_assumption_holds_on_the_ball() -> None:
     for seed in range(40):
         generator = torch.Generator().manual_seed(seed)
         a, b = (
-            regret.project(2 * torch.randn(4, 3, generator=generator, dtype=torch.float64), 1.0, "spectral").point
+            ngplus.online.project(
+                2 * torch.randn(4, 3, generator=generator, dtype=torch.float64), 1.0, "spectral"
+            ).point
             for _ in range(2)
         )
         x, y = data.x[seed], data.y[seed]
@@ -204,7 +206,7 @@ def test_regret_best_fixed_point_is_certified() -> None:
     lower = loss + float((gradient * -w).sum()) - float(torch.linalg.svdvals(gradient).sum())
     assert loss - lower < 1e-4
     for seed in range(50):
-        other = regret.project(w + 0.1 * torch.randn(4, 3, dtype=torch.float64), 1.0, "spectral").point
+        other = ngplus.online.project(w + 0.1 * torch.randn(4, 3, dtype=torch.float64), 1.0, "spectral").point
         assert 0.5 * float((data.x @ other - data.y).square().sum()) >= loss - gap, seed
 
 
