@@ -13,8 +13,11 @@ from ngplus.capture.layers import Batch
 from ngplus.capture.layers.base import Build, Inputs, NotPerSample, has_own_forward
 from ngplus.capture.matrices import ParameterMatrix, Use
 from ngplus.capture.sample_index import Ragged
+from ngplus.capture.sample_tracker import SampleTracker
 from ngplus.fisher.factors import Factors, Segments, widen
 from ngplus.utils.dtensor import local, many_ranks, whole
+
+Batches = Mapping[int | None, Batch | str]  # by the number of samples; the reason where they are not known
 
 
 class ForwardCall:
@@ -24,6 +27,8 @@ class ForwardCall:
         self.samples: int | None = None
         self.samples_from_inputs: int | None = None  # the same before the output is known
         self.ragged: Mapping[int, Ragged] = {}  # from the user's sample_index
+        self.trackers: list[SampleTracker] = []  # one for each number of samples that the inputs may have
+        self.no_grad_batches: dict[tuple[int, torch.Size], Batches] = {}  # of those uses, by id and shape of the output
         self.waiting: Counter[int] = Counter()  # uses whose gradients have not arrived, by id of the matrix
         self.no_grad_uses: Counter[int] = Counter()  # uses under no_grad, which reentrant checkpointing runs again
         self.retained = False  # has a backward pass retained the graph?
@@ -47,9 +52,9 @@ class PendingGradient:
     """A use of a matrix in a forward call. ``grad`` is the gradient of its output, once that has arrived."""
 
     def __init__(
-        self, use: Use, call: ForwardCall, build: Build, inputs: Inputs, shape: torch.Size, dim: int | None
+        self, use: Use, call: ForwardCall, build: Build, inputs: Inputs, shape: torch.Size, batches: Batches
     ) -> None:
-        self.use, self.call, self._build, self._shape, self._dim = use, call, build, shape, dim
+        self.use, self.call, self._build, self._shape, self._batches = use, call, build, shape, batches
         anchor = torch.zeros((), requires_grad=True)
         detached = [None if x is None else x.detach() for x in inputs]
         self._saved: Any = _SavedInputs.apply(anchor, *detached)  # type: ignore[no-untyped-call]
@@ -67,7 +72,7 @@ class PendingGradient:
     def factors(self) -> Factors | None:
         """Builds the factors; None if this use contributes none."""
         assert self.grad is not None
-        matrix, batch = self.use.matrix, Batch(self._dim, self.call.samples, self.call.ragged)
+        matrix, batch = self.use.matrix, self._batch()
         if self.grad.numel() == 0:
             return self._empty_factors(batch)
         if self._saved is None:
@@ -85,6 +90,13 @@ class PendingGradient:
                 ragged.used = True  # on another rank
             return None
         return widen(self._checked_factors(inputs, grad, batch), self.use.columns, matrix.layout.cols)
+
+    def _batch(self) -> Batch:
+        """The samples of the output. Raises NotPerSample if they are not known."""
+        found = self._batches.get(self.call.samples, "the number of samples of the model's inputs is not clear")
+        if isinstance(found, str):
+            raise NotPerSample(found)
+        return found
 
     def _checked_factors(self, inputs: Inputs, grad: Tensor, batch: Batch) -> Factors:
         """Calls the rule. A module with its own forward may not match the rule of its class."""

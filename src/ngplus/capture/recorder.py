@@ -6,8 +6,9 @@ have arrived, they are joined and passed to the sink. Hooks return at once unles
 
 Full backward hooks are not used: they fail with in-place activations and with modules that are called several times.
 
-All uses of a matrix in one call of the model, and in calls that take part in one backward pass, see the same samples.
-Calls with separate backward passes are micro-batches. A backward pass that retains its graph may be followed by another
+All uses of a matrix in one call of the model see the same samples. Calls with separate backward passes are micro-batches.
+Of several calls in one backward pass it is not known whether their samples are the same, so a matrix that they share has
+mini-batch curvature. A backward pass that retains its graph may be followed by another
 one for the same samples, so its gradients are added up until the step.
 """
 
@@ -23,17 +24,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ngplus.capture.calls import ForwardCall, PendingGradient
+from ngplus.capture.axis_rules import SampleAxis
+from ngplus.capture.calls import Batches, ForwardCall, PendingGradient
 from ngplus.capture.layers import Batch, LayerRule
 from ngplus.capture.layers.base import Build, Inputs, NotPerSample, no_mixed_precision
 from ngplus.capture.layers.watcher import Hook, Watcher, is_strided
 from ngplus.capture.matrices import ParameterMatrix, Use
 from ngplus.capture.sample_index import SampleIndex, SampleIndexReader
-from ngplus.capture.samples import BatchDims, SampleCount, sample_dims
+from ngplus.capture.sample_tracker import SampleTracker
+from ngplus.capture.samples import BatchDims, SampleCount, modules_with_given_dim, sample_dims
 from ngplus.fisher.factors import Factors, join
 from ngplus.utils.compiled import CompiledCalls, uncompiled
 from ngplus.utils.weak import weak_method
 
+OUTSIDE: Batches = {None: "its module was called outside of a call of the model"}
 Sink = Callable[[ParameterMatrix, Factors], None]
 
 
@@ -66,6 +70,7 @@ class Recorder:
         self._on_forward, self._on_gradients, self._on_backward = on_forward, on_gradients, on_backward
         self._dims = sample_dims(model, batch_dim)
         self._model_dim = self._dims.get(model, 0)
+        self._given_dims = modules_with_given_dim(model, batch_dim)
         self._sample_index = SampleIndexReader(sample_index)
         self._matrices = list({id(use.matrix): use.matrix for use in uses}.values())
         self.forward_seen = False
@@ -162,7 +167,8 @@ class Recorder:
         if not torch.is_grad_enabled() or _in_functional_call():
             return
         if self._depth and self._thread == threading.get_ident() and not self._is_nested_call():
-            self._depth, self._call = 0, None  # Ctrl-C ended the last call, and no hook ran
+            self._end_call()  # Ctrl-C ended the last call, and no hook ran
+            self._depth = 0
         self._depth += 1
         if self._depth == 1:
             self._thread = threading.get_ident()
@@ -179,6 +185,11 @@ class Recorder:
         call.samples = call.samples_from_inputs = self._sample_count.from_inputs
         if ragged:
             call.samples = next(iter(ragged.values())).samples
+        elif self.listening() and self._model_dim is not None:
+            sizes = self._sample_count.candidates
+            call.trackers = [SampleTracker(size, (args, kwargs), self._model_dim) for size in sizes]
+            for tracker in call.trackers:
+                tracker.start()
 
     def _is_nested_call(self) -> bool:
         """Is the call that begins inside of another call of the model?"""
@@ -202,9 +213,16 @@ class Recorder:
         self._depth -= 1
         if self._depth or self._call is None:
             return
+        call = self._end_call()
+        if call is not None and not call.ragged and self._sample_count is not None:
+            unbatched = any(tracker.unbatched for tracker in call.trackers)
+            call.samples = 1 if unbatched else self._sample_count.with_output(output)
+
+    def _end_call(self) -> ForwardCall | None:
         call, self._call = self._call, None
-        if not call.ragged and self._sample_count is not None:
-            call.samples = self._sample_count.with_output(output)
+        for tracker in reversed(call.trackers) if call is not None else ():
+            tracker.stop()
+        return call
 
     def _new_call(self) -> ForwardCall:
         call = ForwardCall()
@@ -243,8 +261,33 @@ class Recorder:
         samples, ragged = (None, {}) if call is None else (call.samples_from_inputs, call.ragged)
         return Batch(self._dims.get(use.module, 0), samples, ragged)
 
-    def record(self, use: Use, output: Tensor, inputs: Inputs, build: Build) -> None:
-        """Builds the factors of this use when the gradient of ``output`` arrives."""
+    def note_samples(self, use: Use, output: Any) -> None:
+        """Remembers the samples of a use under no_grad, which reentrant checkpointing runs again in backward."""
+        call = self._call
+        if call is not None and call.no_grad_uses[id(use.matrix)] and isinstance(output, Tensor):
+            call.no_grad_batches[id(use), output.shape] = self._batches(use, call, output)
+
+    def mark_first_dimension(self, x: Tensor) -> None:
+        """Says that the samples of x are along its first dimension."""
+        for tracker in self._call.trackers if self._call is not None else ():
+            tracker.mark(x, SampleAxis(0))
+
+    def _batches(self, use: Use, call: ForwardCall, x: Tensor) -> Batches:
+        """The samples of x, an output of the module or a tensor like it, for each number of samples."""
+        dim = self._dims.get(use.module, 0)
+        if dim is None or use.module in self._given_dims:
+            return {size: Batch(dim, size, call.ragged) for size in {call.samples, *(t.samples for t in call.trackers)}}
+        if call.ragged:
+            return {call.samples: Batch(dim, call.samples, call.ragged)}
+        if call is not self._call:
+            return call.no_grad_batches.get((id(use), x.shape), OUTSIDE)
+        if any(tracker.unbatched for tracker in call.trackers):
+            return {1: Batch(None, 1)}
+        return {tracker.samples: _batch(tracker, x) for tracker in call.trackers}
+
+    def record(self, use: Use, output: Tensor, inputs: Inputs, build: Build, like: Tensor | None = None) -> None:
+        """Builds the factors of this use when the gradient of ``output`` arrives. ``like`` is a tensor with the same
+        samples as the output, which is not a result of torch functions."""
         if not output.requires_grad or not any(use.active):
             return
         matrix = use.matrix
@@ -253,7 +296,8 @@ class Recorder:
             return
         call = self._current_call()
         # Made before the return below: a checkpoint has to save the same tensors when it runs again.
-        pending = PendingGradient(use, call, build, inputs, output.shape, self._dims.get(use.module, 0))
+        batches = self._batches(use, call, output if like is None else like)
+        pending = PendingGradient(use, call, build, inputs, output.shape, batches)
         if _in_backward():
             self._enter_backward()
             if call.no_grad_uses[id(matrix)] > 0:
@@ -342,6 +386,15 @@ class Recorder:
         if self._on_backward is not None:
             with torch.no_grad():
                 self._on_backward()
+
+
+def _batch(tracker: SampleTracker, x: Tensor) -> Batch | str:
+    location = tracker.of(x)
+    if isinstance(location, SampleAxis):
+        return Batch(location.dim, tracker.samples, {}, location.outer)
+    if location is None:
+        return "its input is the same for all samples, or was not made by torch functions"
+    return f"the samples of its input are not known after {location.function}"
 
 
 def _in_backward() -> bool:

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from ngplus.capture.sample_index import Ragged
 
+MAX_CANDIDATES = 4  # numbers of samples that are tried until the output of the model is known
 BatchDims = int | None | Mapping[str, int | None]
 
 
@@ -53,6 +54,12 @@ def sample_dims(model: nn.Module, batch_dim: BatchDims) -> dict[nn.Module, int |
     return dims
 
 
+def modules_with_given_dim(model: nn.Module, batch_dim: BatchDims) -> set[nn.Module]:
+    """Returns the modules for which ``batch_dim`` gives a dimension by name, and those below them."""
+    names = [name for name in batch_dim if name] if isinstance(batch_dim, Mapping) else []
+    return {module for name in names for module in model.get_submodule(name).modules()}
+
+
 def _is_time_major(module: nn.Module) -> bool:
     """Returns True for a torch module that takes [length, batch, features]."""
     if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
@@ -70,6 +77,7 @@ class SampleCount:
         self._inputs_have_dimensions = _has_dimensions(inputs)
         sizes = list(self._sizes(inputs))
         self._input_sizes = Counter(size for size, _ in sizes)
+        self.candidates = [size for size, _ in self._input_sizes.most_common(MAX_CANDIDATES)]
         #: By the inputs alone: the most common size, and of several that of the tensor with the most dimensions.
         self.from_inputs = max(sizes, key=lambda s: (self._input_sizes[s[0]], s[1]))[0] if sizes else None
 
@@ -118,6 +126,8 @@ class Batch:
         dim: the dimension of the samples; None for a layer without samples.
         size: the number of samples that the model was called with, if known.
         ragged: the indices that ``sample_index`` returned, by their length.
+        outer: how often the samples follow one another along the dimension, as after [positions, samples] was
+            flattened.
 
     Examples:
         >>> batch = ngplus.layers.Batch(dim=1)
@@ -128,6 +138,7 @@ class Batch:
     dim: int | None = 0
     size: int | None = None
     ragged: Mapping[int, Ragged] = field(default_factory=dict, repr=False, compare=False)
+    outer: int = 1
 
     def count(self, length: int) -> int:
         """Returns the number of samples in a dimension of this length (decision 3 of this module)."""
@@ -135,7 +146,7 @@ class Batch:
             return 1
         if self.ragged:
             return self.ragged[length].samples if length in self.ragged else length
-        if self.dim == 0 and self.size and length % self.size == 0:
+        if self.size and length % self.size == 0:
             return self.size
         return length
 
@@ -147,7 +158,11 @@ class Batch:
             (4, 3, 5)
         """
         ragged = self._ragged_of(len(x))
-        return x.unflatten(0, (self.count(len(x)), -1)) if ragged is None else ragged.pad(x)
+        if ragged is not None:
+            return ragged.pad(x)
+        if self.outer > 1:
+            return x.unflatten(0, (self.outer, self.count(len(x)), -1)).movedim(1, 0).flatten(1, 2)
+        return x.unflatten(0, (self.count(len(x)), -1))
 
     def sums(self, x: Tensor) -> Tensor:
         """Sums dimension 0 of x over the entries of each sample: [samples, ...].

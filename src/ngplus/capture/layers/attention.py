@@ -67,7 +67,7 @@ class MultiheadAttentionRule(LayerRule):
                 return None
 
             def attend(**arguments: Any) -> Any:
-                return _attend(module, watcher, arguments)
+                return _attend(module, watcher, arguments, inputs)
 
             wrapped = {id(x): _Intercepted.of(x, attend) for x in inputs}  # torch compares q, k and v by identity
             return (*(wrapped[id(x)] for x in inputs), *args[3:]), given
@@ -114,8 +114,9 @@ class _Identity(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
-def _attend(module: nn.MultiheadAttention, watcher: Watcher, given: dict[str, Any]) -> Any:
-    """F.multi_head_attention_forward with these arguments, its projections recorded."""
+def _attend(module: nn.MultiheadAttention, watcher: Watcher, given: dict[str, Any], inputs: list[Any]) -> Any:
+    """F.multi_head_attention_forward with these arguments, its projections recorded. ``inputs`` are the query, key and
+    value of the module."""
     query, key, value = (given.pop(name) for name in ("query", "key", "value"))
     packed, size, in_bias = module._qkv_same_embed_dim, module.embed_dim, given["in_proj_bias"]
 
@@ -135,10 +136,10 @@ def _attend(module: nn.MultiheadAttention, watcher: Watcher, given: dict[str, An
         x = swap(x)
         out = F.linear(x, weight, None if in_bias is None else in_bias[rows])
         if packed:
-            watcher.record(1, out, (x,), _build(module, rows.start, 3 * size))
+            watcher.record(1, out, (x,), _build(module, rows.start, 3 * size), inputs[first])
         else:
-            watcher.record(1 + first, out, (x,), _build(module, 0, size))
-            watcher.record(4, out, (x,), _build(module, rows.start, 3 * size, bias_only=True))
+            watcher.record(1 + first, out, (x,), _build(module, 0, size), inputs[first])
+            watcher.record(4, out, (x,), _build(module, rows.start, 3 * size, bias_only=True), inputs[first])
         projected += (swap(part) for part in out.chunk(last - first, dim=-1))
     eye = torch.eye(size, dtype=given["out_proj_weight"].dtype, device=query.device)
     same = eye.as_subclass(_Identity)  # the out projection is a plain tensor: torch dispatches on the others' types
@@ -149,7 +150,7 @@ def _attend(module: nn.MultiheadAttention, watcher: Watcher, given: dict[str, An
     q, k, v = projected
     attended, weights = F.multi_head_attention_forward(q, k, v, **{**given, **identities})
     out = F.linear(attended, given["out_proj_weight"], given["out_proj_bias"])
-    watcher.record(0, out, (attended,), _build(module, 0, size, torch_order=True))
+    watcher.record(0, out, (attended,), _build(module, 0, size, torch_order=True), inputs[0])
     return out, weights
 
 

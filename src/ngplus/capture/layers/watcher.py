@@ -76,11 +76,12 @@ class Watcher:
         if matrix in self._uses:
             self._uses[matrix].matrix.fall_back_at_step(reason)
 
-    def record(self, matrix: int, output: Tensor, inputs: Inputs, build: Build) -> None:
-        """Calls ``build(inputs, gradient, active, batch)`` when the gradient of ``output`` arrives."""
+    def record(self, matrix: int, output: Tensor, inputs: Inputs, build: Build, like: Tensor | None = None) -> None:
+        """Calls ``build(inputs, gradient, active, batch)`` when the gradient of ``output`` arrives. ``like`` is a tensor
+        with the same samples, if the output is not the result of torch functions of the forward pass."""
         recorder, use = self._recorder(), self._uses.get(matrix)
         if recorder is not None and use is not None and use.matrix.armed and use.matrix.source != "batch":
-            recorder.record(use, output, inputs, build)
+            recorder.record(use, output, inputs, build, like)
 
     def forward_hook(self, matrix: int) -> Callable[..., Any]:
         """Returns the default forward hook, which calls ``inputs``, ``adapt`` and ``factors`` of the rule."""
@@ -90,7 +91,10 @@ class Watcher:
             if not use.matrix.armed:  # the common case first
                 return None
             recorder = self._recorder()
-            if recorder is None or not recorder.recording(use.matrix):
+            if recorder is None:
+                return None
+            if not recorder.recording(use.matrix):
+                recorder.note_samples(use, output)
                 return None
             inputs = use.rule.inputs(module, args, kwargs)
             tensors = [x for x in inputs if x is not None]
@@ -107,6 +111,7 @@ class Watcher:
             if isinstance(adapted, ForAllSamples):  # a lookup without a batch dimension
                 reason = "its output, the same for all samples, is used in other ways than to be added"
                 recorded, adapted.on_other_use = adapted.by_sample, partial(self.refuse, matrix, reason)
+                recorder.mark_first_dimension(recorded)
             recorder.record(use, recorded, inputs, partial(use.rule.factors, module))
             return None if adapted is output else adapted
 

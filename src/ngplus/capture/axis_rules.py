@@ -1,0 +1,477 @@
+"""Where the samples are in the result of a torch function, from where they are in its arguments.
+
+A rule takes the tracker and the function's arguments and result. It returns the location of the samples in the result,
+a list of them for several results, or ``...`` where it is not known. The tracker checks that the size of the dimension
+fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SampleAxis:
+    """Samples lie along dimension ``dim``, which has ``outer * samples * inner`` entries: entry i is of the sample
+    (i // inner) % samples.
+
+    ``inner`` is above 1 after [samples, positions] was flattened, ``outer`` after [positions, samples] was.
+    """
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+
+
+@dataclass(frozen=True)
+class UnknownAxis:
+    """Depends on the samples, but it is not known which entries are of which. ``function`` is where that began."""
+
+    function: str
+
+
+Location = SampleAxis | UnknownAxis | None  # None: does not depend on the samples
+
+
+class Tracker(Protocol):
+    samples: int
+    unbatched: bool
+
+    def of(self, x: Any) -> Location:
+        """Returns where the samples of a tensor are."""
+
+    def mark(self, x: Tensor, location: Location) -> None:
+        """Sets where the samples of a tensor are."""
+
+
+Rule = Callable[[Tracker, Sequence[Any], dict[str, Any], Any], Any]
+RULES: dict[str, Rule] = {}  # by the name of the function or method
+
+
+def rule(names: str) -> Callable[[Rule], Rule]:
+    """Registers a rule for the functions of these names."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names.split(), function))
+        return function
+
+    return register
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """Yields the tensors in nested sequences, mappings and dataclasses."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for x in tree:
+            yield from tensors(x)
+    elif isinstance(tree, Mapping):
+        yield from tensors(list(tree.values()))
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        yield from tensors([getattr(tree, field.name) for field in fields(tree)])
+
+
+def argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, *names: str, default: Any = None) -> Any:
+    """Returns an argument by one of its names or its place."""
+    for name in names:
+        if name in kwargs:
+            return kwargs[name]
+    return args[place] if len(args) > place else default
+
+
+def agreed(found: set[SampleAxis]) -> Any:
+    """Returns the axis, if there is one and no other."""
+    return found.pop() if len(found) == 1 else ...
+
+
+# ------------------------------------------------------------------------------------------------ entry by entry
+
+
+@rule(
+    """abs abs_ acos alpha_dropout asin atan bernoulli bernoulli_ bfloat16 bitwise_not bool byte ceil ceil_ celu clamp
+    clamp_ clamp_max clamp_max_ clamp_min clamp_min_ clone conj contiguous cos cpu cuda data detach detach_ double dropout
+    dropout1d dropout2d dropout3d dropout_ elu elu_ empty_like erf erfc exp exp2 exp_ expm1 feature_dropout fill_ float
+    floor floor_ frac full_like gelu gelu_ half hardsigmoid hardswish hardswish_ hardtanh hardtanh_ int isfinite isinf
+    isnan leaky_relu leaky_relu_ log log1p log2 log_ logical_not logical_not_ logit logsigmoid long mish mish_ nan_to_num
+    nan_to_num_ neg neg_ negative normal_ ones_like pin_memory positive rand_like randint_like randn_like reciprocal
+    reciprocal_ relu relu6 relu_ requires_grad_ resolve_conj resolve_neg round round_ rrelu rsqrt rsqrt_ selu sgn short
+    sigmoid sigmoid_ sign silu silu_ sin sinh softplus softsign sqrt sqrt_ square tan tanh tanh_ tanhshrink threshold to
+    trunc type uniform_ zero_ zeros_like __abs__ __invert__ __neg__
+
+    add add_ addcdiv addcdiv_ addcmul addcmul_ atan2 bitwise_and bitwise_or bitwise_xor copy_ copysign div div_ divide eq
+    float_power floor_divide fmod ge greater gt hypot isclose le lerp lerp_ less logaddexp logical_and logical_or
+    logical_xor lt masked_fill masked_fill_ maximum minimum mul mul_ multiply ne pow pow_ prelu remainder rsub sub sub_
+    subtract true_divide type_as where xlogy __add__ __and__ __div__ __eq__ __floordiv__ __ge__ __gt__ __iadd__ __iand__
+    __idiv__ __imul__ __ior__ __ipow__ __isub__ __itruediv__ __le__ __lt__ __mod__ __mul__ __ne__ __or__ __pow__ __radd__
+    __rand__ __rdiv__ __rfloordiv__ __rmod__ __rmul__ __ror__ __rpow__ __rsub__ __rtruediv__ __sub__ __truediv__ __xor__
+
+    batch_norm cumprod cumsum cumsum_ group_norm gumbel_softmax instance_norm layer_norm local_response_norm log_softmax
+    logcumsumexp native_layer_norm normalize rms_norm softmax softmin tril tril_ triu triu_"""
+)
+def entrywise(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    """Functions whose entries keep their places, with broadcasting: pointwise ones, norms, cumulative sums."""
+    result = next(tensors(out))
+    found = set()
+    for x in tensors((args, kwargs)):
+        axis = tracker.of(x)
+        if isinstance(axis, SampleAxis):
+            found.add(replace(axis, dim=axis.dim + result.dim() - x.dim()))
+    return agreed(found)
+
+
+@rule("arange empty eye full new_empty new_full new_ones new_tensor new_zeros ones zeros")
+def created(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    """New tensors, of which a tensor gives the size, dtype or device alone."""
+    return None
+
+
+# ------------------------------------------------------------------------------------------------ shapes
+
+
+@rule("flatten ravel reshape reshape_as squeeze squeeze_ unflatten unsqueeze unsqueeze_ view view_as")
+def reshape(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    """The order of the entries stays. A dimension of the new shape has to hold the whole axis."""
+    x = args[0]
+    axis = tracker.of(x)
+    if not isinstance(axis, SampleAxis) or x.numel() != out.numel():
+        return ...
+    stride = axis.inner * prod(x.shape[axis.dim + 1 :])  # between two samples
+    for dim, size in enumerate(out.shape):
+        after = prod(out.shape[dim + 1 :])
+        if after and stride % after == 0 and size % (tracker.samples * (stride // after)) == 0:
+            inner = stride // after
+            return SampleAxis(dim, size // (tracker.samples * inner), inner)
+    return ...
+
+
+def _permutation(name: str) -> Rule:
+    def permute(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+        """The dimensions of a tensor in another order, found by a tensor with different sizes."""
+        axis = tracker.of(args[0])
+        if not isinstance(axis, SampleAxis):
+            return ...
+        probe = torch.empty(tuple(range(2, 2 + args[0].dim())), device="meta")
+        attribute = getattr(Tensor, name)
+        permuted = attribute(probe, *args[1:], **kwargs) if callable(attribute) else attribute.__get__(probe)
+        return replace(axis, dim=[size - 2 for size in permuted.shape].index(axis.dim))
+
+    return permute
+
+
+for _name in [
+    "H",
+    "T",
+    "adjoint",
+    "mH",
+    "mT",
+    "moveaxis",
+    "movedim",
+    "permute",
+    "swapaxes",
+    "swapdims",
+    "t",
+    "transpose",
+]:
+    RULES[_name] = _permutation(_name)
+
+
+@rule("broadcast_to expand expand_as")
+def expand(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    axis = tracker.of(args[0])
+    if axis is None:  # the other tensor of expand_as gives the size alone
+        return None
+    return replace(axis, dim=axis.dim + out.dim() - args[0].dim()) if isinstance(axis, SampleAxis) else ...
+
+
+@rule("repeat tile")
+def repeat(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    x = args[0]
+    axis = tracker.of(x)
+    if not isinstance(axis, SampleAxis):
+        return ...
+    dim = axis.dim + out.dim() - x.dim()
+    return replace(axis, dim=dim, outer=axis.outer * (out.shape[dim] // x.shape[axis.dim]))
+
+
+@rule("repeat_interleave")
+def repeat_interleave(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    x, count, dim = args[0], argument(args, kwargs, 1, "repeats"), argument(args, kwargs, 2, "dim")
+    axis = tracker.of(x)
+    if not isinstance(axis, SampleAxis) or not isinstance(count, int) or dim is None:
+        return ...
+    return axis if dim % x.dim() != axis.dim else replace(axis, inner=axis.inner * count)
+
+
+@rule("cat concat concatenate")
+def cat(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    parts = argument(args, kwargs, 0, "tensors")
+    dim = argument(args, kwargs, 1, "dim", "axis", default=0) % out.dim()
+    locations = [tracker.of(part) for part in parts]
+    axis = agreed({each for each in locations if isinstance(each, SampleAxis)})
+    if axis is ... or axis.dim != dim:
+        return axis
+    if axis.inner > 1 or any(each != axis for each in locations):
+        return ...
+    return replace(axis, outer=axis.outer * len(parts))  # two views of the same samples, one after the other
+
+
+@rule("stack")
+def stack(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    parts, dim = argument(args, kwargs, 0, "tensors"), argument(args, kwargs, 1, "dim", default=0) % out.dim()
+    axis = agreed({each for part in parts if isinstance(each := tracker.of(part), SampleAxis)})
+    return axis if axis is ... else replace(axis, dim=axis.dim + (dim <= axis.dim))
+
+
+@rule("chunk split split_with_sizes tensor_split")
+def split(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    axis, dim = tracker.of(args[0]), argument(args, kwargs, 2, "dim", default=0) % args[0].dim()
+    return axis if isinstance(axis, SampleAxis) and (dim != axis.dim or len(out) == 1) else ...
+
+
+@rule("select unbind")
+def select(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    axis, dim = tracker.of(args[0]), argument(args, kwargs, 1, "dim", default=0) % args[0].dim()
+    if not isinstance(axis, SampleAxis) or dim == axis.dim:
+        return ...
+    return replace(axis, dim=axis.dim - (dim < axis.dim))
+
+
+@rule("narrow")
+def narrow(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    return tracker.of(args[0])  # the tracker sees by the size that the samples were cut
+
+
+@rule("argsort flip roll sort topk")
+def along(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    """Functions that move entries along dimensions."""
+    x, axis = args[0], tracker.of(args[0])
+    dims = argument(args, kwargs, 2 if len(args) > 2 else 1, "dims", "dim", default=-1)
+    if not isinstance(axis, SampleAxis) or axis.dim in _dims(dims, x.dim()):
+        return ...
+    return axis
+
+
+@rule("pad")
+def pad(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    return tracker.of(args[0])  # the tracker sees by the size that the samples were padded
+
+
+def _dims(dim: Any, count: int) -> set[int]:
+    each = range(count) if dim is None or dim == () else [dim] if isinstance(dim, int) else dim
+    return {d % count for d in each}
+
+
+# ------------------------------------------------------------------------------------------------ indexing
+
+
+@rule("__getitem__")
+def getitem(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    return indexed(tracker, args[0], tracker.of(args[0]), args[1])
+
+
+def indexed(tracker: Tracker, x: Tensor, axis: Location, index: Any) -> Any:
+    """The samples of x[index], with those of x along ``axis``."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(i, bool | list) or (isinstance(i, Tensor) and i.dtype == torch.bool) for i in entries):
+        return ...
+    if not any(i is Ellipsis for i in entries):
+        entries.append(Ellipsis)
+    rest = x.dim() - sum(i is not None and i is not Ellipsis for i in entries)
+    full: list[Any] = []
+    for i in entries:
+        full += [slice(None)] * rest if i is Ellipsis else [i]
+    chosen = [i for i in full if isinstance(i, Tensor)]
+    if len(chosen) > 1:
+        return _one_row_each(tracker, axis, full)
+    dim = at = 0
+    place = {}  # of each dimension of x in the result
+    for i in full:
+        if isinstance(i, Tensor):
+            own = tracker.of(i)
+            if axis is None and isinstance(own, SampleAxis):  # a lookup
+                return replace(own, dim=own.dim + at)
+            if own is not None:
+                return ...
+            dim, at = dim + 1, at + i.dim()
+        elif isinstance(i, slice):
+            whole = i.indices(x.shape[dim]) == (0, x.shape[dim], 1)
+            place.update({dim: at} if whole or axis is None or dim != getattr(axis, "dim", -1) else {})
+            dim, at = dim + 1, at + 1
+        elif i is None:
+            at += 1
+        else:
+            dim += 1
+    return replace(axis, dim=place[axis.dim]) if isinstance(axis, SampleAxis) and axis.dim in place else ...
+
+
+def _one_row_each(tracker: Tracker, axis: Location, full: list[Any]) -> Any:
+    """x[torch.arange(samples), position] takes a row of each sample."""
+    first = full[0]
+    if axis != SampleAxis(0) or not isinstance(first, Tensor) or not isinstance(full[1], Tensor):
+        return ...
+    if first.dim() != 1 or full[1].dim() != 1 or any(isinstance(i, Tensor) for i in full[2:]):
+        return ...
+    return axis if bool((first == torch.arange(len(first), device=first.device)).all()) else ...
+
+
+@rule("__setitem__")
+def setitem(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    """x[index] = value: a new tensor takes the samples of the value, as in x = zeros(...); x[:, 1:] = tokens."""
+    x, index, value = args
+    axis = tracker.of(value)
+    if isinstance(tracker.of(x), SampleAxis) or axis is None:
+        return []
+    location: Location = UnknownAxis("__setitem__")
+    if tracker.of(x) is None and isinstance(axis, SampleAxis):
+        part = x[index]
+        for dim, size in enumerate(x.shape):
+            own = replace(axis, dim=dim)
+            if size == value.shape[axis.dim]:
+                found = indexed(tracker, x, own, index)
+                if isinstance(found, SampleAxis) and found.dim - part.dim() == axis.dim - value.dim():
+                    location = own
+    tracker.mark(x, location)
+    return []
+
+
+@rule("index_select")
+def index_select(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    x, index = args[0], argument(args, kwargs, 2, "index")
+    dim = argument(args, kwargs, 1, "dim") % x.dim()
+    axis, own = tracker.of(x), tracker.of(index)
+    if axis is None and isinstance(own, SampleAxis):  # a lookup
+        return replace(own, dim=dim)
+    return axis if isinstance(axis, SampleAxis) and own is None and dim != axis.dim else ...
+
+
+@rule("gather take_along_dim")
+def gather(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    """Picks along one dimension; in all others the places are those of the index."""
+    dim = argument(args, kwargs, 1, "dim")
+    dim = dim if isinstance(dim, int) else argument(args, kwargs, 2, "dim")
+    axis = agreed({each for x in tensors((args, kwargs)) if isinstance(each := tracker.of(x), SampleAxis)})
+    return ... if axis is ... or dim is None or axis.dim == dim % out.dim() else axis
+
+
+# ------------------------------------------------------------------------------------------------ reductions
+
+
+@rule(
+    "all amax amin any argmax argmin count_nonzero linalg_vector_norm logsumexp max mean median min nansum norm prod std "
+    "sum var vector_norm"
+)
+def reduction(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    x, axis = args[0], tracker.of(args[0])
+    if len(args) > 1 and isinstance(args[1], Tensor):  # torch.max(x, y)
+        return entrywise(tracker, args, kwargs, out)
+    second = len(args) > 2 and not isinstance(args[2], bool)  # norm(p, dim)
+    dim = argument(args, kwargs, 2 if second else 1, "dim", "axis")
+    if not isinstance(axis, SampleAxis) or dim is None:
+        return ...
+    reduced = _dims(dim, x.dim())
+    if axis.dim in reduced:
+        return ...
+    kept = next(tensors(out)).dim() == x.dim()
+    return axis if kept else replace(axis, dim=axis.dim - sum(d < axis.dim for d in reduced))
+
+
+# ------------------------------------------------------------------------------------------------ layers
+
+
+@rule("linear")
+def linear(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    x = argument(args, kwargs, 0, "input")
+    axis = tracker.of(x)
+    if x.dim() == 1 and axis == SampleAxis(0):
+        tracker.unbatched = True
+    return axis if isinstance(axis, SampleAxis) and axis.dim < x.dim() - 1 else ...
+
+
+@rule(
+    """adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
+    adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d boolean_dispatch channel_shuffle conv1d conv2d conv3d
+    conv_transpose1d conv_transpose2d conv_transpose3d fn fold glu grid_sample interpolate lp_pool2d max_pool1d max_pool2d
+    max_pool3d one_hot pixel_shuffle pixel_unshuffle unfold upsample fft_rfft fft_irfft fft_fft fft_fftn"""
+)
+def first_dimension(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    """Functions that leave the first dimension of a batch alone."""
+    x, weight = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "weight")
+    axis = tracker.of(x)
+    if isinstance(weight, Tensor) and weight.dim() == x.dim() + 1 and axis == SampleAxis(0):
+        tracker.unbatched = True
+        return ...
+    return axis if isinstance(axis, SampleAxis) and axis.dim == 0 and next(tensors(out)).dim() > 1 else ...
+
+
+@rule("__matmul__ addmm baddbmm bmm matmul mm")
+def matmul(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    a, b = args[-2:]
+    if a.dim() < 2 or b.dim() < 2:
+        return ...
+    found = set()
+    for x, summed in ((a, a.dim() - 1), (b, b.dim() - 2)):
+        axis = tracker.of(x)
+        if isinstance(axis, SampleAxis):
+            if axis.dim == summed:
+                return ...
+            found.add(replace(axis, dim=axis.dim + out.dim() - x.dim()))
+    return agreed(found)
+
+
+@rule("einsum")
+def einsum(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    equation, *operands = args
+    operands = list(operands[0]) if isinstance(operands[0], list | tuple) else operands
+    letters, _, result = equation.replace(" ", "").partition("->")
+    if not result or "." in equation:
+        return ...
+    found = set()
+    for own, x in zip(letters.split(","), operands, strict=True):
+        axis = tracker.of(x)
+        if isinstance(axis, SampleAxis):
+            if own[axis.dim] not in result:
+                return ...
+            found.add(replace(axis, dim=result.index(own[axis.dim])))
+    return agreed(found)
+
+
+@rule("scaled_dot_product_attention")
+def attention(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    axis = tracker.of(argument(args, kwargs, 0, "query"))
+    return axis if isinstance(axis, SampleAxis) and axis.dim < out.dim() - 2 else ...
+
+
+@rule("multi_head_attention_forward")
+def multi_head_attention(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    axis = tracker.of(argument(args, kwargs, 0, "query"))
+    return [axis, *(... for _ in list(tensors(out))[1:])]
+
+
+@rule("embedding_bag")
+def embedding_bag(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    offsets = argument(args, kwargs, 2, "offsets")
+    if offsets is None:
+        return tracker.of(argument(args, kwargs, 0, "input"))
+    axis = tracker.of(offsets)
+    size = next(tensors(out)).shape[0]  # with include_last_offset there is one offset more
+    return axis if isinstance(axis, SampleAxis) or size != tracker.samples else ...
+
+
+@rule("embedding gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell")
+def lookup(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    return tracker.of(argument(args, kwargs, 0, "input"))
+
+
+@rule("gru lstm rnn_relu rnn_tanh")
+def recurrent(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    """The output has the dimensions of the input; the states are [layers, samples, features]."""
+    axis = tracker.of(args[0])
+    if not isinstance(axis, SampleAxis) or args[0].dim() != 3:
+        return ...
+    return [axis, *(SampleAxis(1) for _ in list(tensors(out))[1:])]

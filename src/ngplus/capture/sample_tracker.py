@@ -1,0 +1,109 @@
+"""Follows the samples of a batch through the torch functions of a forward pass.
+
+A forward pass begins with inputs whose samples lie along one dimension. :class:`SampleTracker` sees every torch function
+that the model calls, and derives from the sample axes of its arguments that of its result, by the rules of
+:mod:`ngplus.capture.axis_rules`. A function without a rule, or one that moves rows in an order that depends on the data
+(a routing, a mask, a sort), gives a result that is not known. A tensor that does not depend on the inputs has no samples.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ngplus.capture.axis_rules import RULES, Location, SampleAxis, UnknownAxis, tensors
+from ngplus.utils.dtensor import is_dtensor
+
+
+class SampleTracker(TorchFunctionMode):
+    """Knows where the samples of a tensor are, for every tensor of one forward pass.
+
+    Args:
+        samples: the number of samples.
+        inputs: the arguments of the model. Tensors with that size of dimension ``dim`` have the samples there. Tensors
+            of size 1 have none. Of others it is not known.
+        dim: the dimension of the samples in the inputs.
+    """
+
+    def __init__(self, samples: int, inputs: Any, dim: int) -> None:
+        super().__init__()
+        self.samples, self.active = samples, True
+        self.unbatched = False  # is the input one sample without a batch dimension?
+        self._locations: Any = WeakTensorKeyDictionary()
+        for x in tensors(inputs):
+            if x.is_nested:
+                continue
+            size = x.shape[dim] if x.dim() > dim else 1
+            if size == samples:
+                self._locations[x] = SampleAxis(dim)
+            elif size != 1:
+                self._locations[x] = UnknownAxis("the inputs of the model")
+
+    def start(self) -> None:
+        """Begins to follow the functions that this thread calls."""
+        self.__enter__()
+
+    def stop(self) -> None:
+        """Ends that. If a mode that was entered later is still active, this one only becomes idle."""
+        self.active = False
+        if _get_current_function_mode() is self:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def of(self, x: Any) -> Location:
+        """Returns where the samples of a tensor are."""
+        if not isinstance(x, Tensor):
+            return None
+        location = self._locations.get(x)
+        if location is None and is_dtensor(x):  # made of a local tensor, which no torch function does
+            location = self._locations.get(x._local_tensor)  # type: ignore[attr-defined]
+            return location if self._fits(x, location) else None
+        return location
+
+    def mark(self, x: Tensor, location: Location) -> None:
+        """Sets where the samples of a tensor are."""
+        if location is None:
+            self._locations.pop(x, None)
+        else:
+            self._locations[x] = location
+            if is_dtensor(x) and self._fits(x._local_tensor, location):  # type: ignore[attr-defined]
+                self._locations[x._local_tensor] = location  # type: ignore[attr-defined]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self.active:
+            name = name_of(func)
+            if isinstance(out, Tensor | tuple | list) or name == "__setitem__":
+                self._follow(name, args, kwargs, out)
+        return out
+
+    def _follow(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        given = [location for x in tensors((args, kwargs)) if (location := self.of(x)) is not None]
+        if not given:
+            return
+        unknown = next((each for each in given if isinstance(each, UnknownAxis)), UnknownAxis(name))
+        rule = RULES.get(name)
+        try:
+            found = unknown if rule is None else rule(self, args, kwargs, out)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # arguments that the rule does not expect
+            found = unknown
+        results = list(tensors(out))
+        each = found if isinstance(found, list) else [found] * len(results)
+        for x, location in zip(results, each, strict=True):
+            self.mark(x, unknown if location is ... or not self._fits(x, location) else location)
+
+    def _fits(self, x: Tensor, location: Location) -> bool:
+        if not isinstance(location, SampleAxis):
+            return True
+        size = location.outer * self.samples * location.inner
+        return location.dim < x.dim() and x.shape[location.dim] == size
+
+
+def name_of(func: Any) -> str:
+    """Returns the name of a torch function, method or attribute."""
+    owner = getattr(func, "__self__", None)
+    name = getattr(func, "__name__", "")
+    return str(owner.__name__) if name == "__get__" and owner is not None else str(name)
