@@ -62,13 +62,20 @@ def multilayer() -> nn.Module:
 
 
 @pytest.mark.parametrize(("model", "shape"), [(convolution, (6, 2, 4, 4)), (multilayer, (6, 5))])
-def test_ngplus_makes_the_same_step(model: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
-    slow, x = model(), torch.randn(*shape)
-    fast, y = copy.deepcopy(slow), torch.randn_like(slow(x).detach())
-    optimizer = ngplus.NGPlus(fast, lr=0.3, momentum=0.0, damping=0.1)
-    nn.functional.mse_loss(fast(x), y).backward()
-    optimizer.step()
-    found = ngplus.reference.ngplus_step(slow, nn.functional.mse_loss, x, y, lr=0.3, damping=0.1)
-    torch.testing.assert_close(dict(fast.named_parameters()), dict(slow.named_parameters()))
-    for name, curvature in found.items():
-        torch.testing.assert_close(optimizer.curvature(name).matrix, curvature)
+def test_ngplus_makes_the_same_steps(model: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    """Three steps with a refresh in the first and the third."""
+    slow, state = model(), None
+    fast = copy.deepcopy(slow)
+    optimizer = ngplus.NGPlus(fast, lr=0.3, momentum=0.0, damping=0.1, update_every=2)
+    for _ in range(3):
+        x = torch.randn(*shape)
+        y = torch.randn_like(slow(x).detach())
+        optimizer.zero_grad()
+        nn.functional.mse_loss(fast(x), y).backward()
+        optimizer.step()
+        state = ngplus.reference.ngplus_step(slow, nn.functional.mse_loss, x, y, 0.3, 0.1, update_every=2, state=state)
+        torch.testing.assert_close(dict(fast.named_parameters()), dict(slow.named_parameters()))
+    assert state is not None
+    for name, curvature in state.items():
+        if name != "step":
+            torch.testing.assert_close(optimizer.curvature(name).matrix, curvature)

@@ -3,18 +3,17 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ngplus import layers, reference, schedules
+from ngplus import layers, online, reference, schedules
 from ngplus.capture.layers import register_layer
 from ngplus.diagnostics.gfim import gfim
 from ngplus.diagnostics.health import Health, HealthWarning, LayerHealth
-from ngplus.diagnostics.load import Load
 from ngplus.diagnostics.plan import Plan, PlanRow
-from ngplus.optimizers import online
+from ngplus.diagnostics.rank_costs import Load
 from ngplus.optimizers.ngadam import NGAdam
 from ngplus.optimizers.ngplus import NGPlus
 from ngplus.optimizers.online import OnlineNGPlus
 from ngplus.optimizers.preconditioner import Preconditioner
-from ngplus.preconditioners.curvature import Curvature
+from ngplus.preconditioners.ngplus_curvature import Curvature
 
 if TYPE_CHECKING:
     from ngplus import baselines

@@ -10,7 +10,7 @@ gradient of the mini-batch loss, G_i that of sample i; lambda is the damping, T 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,29 +71,44 @@ def ngplus_direction(gradient: Tensor, curvature: Tensor, side: str, damping: fl
 
 
 def ngplus_step(
-    model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor, lr: float, damping: float
-) -> Mapping[str, Tensor]:
-    """A step of Algorithm 1 with a refresh, for a loss that is a mean over samples. Returns the L or R of each matrix.
+    model: nn.Module,
+    loss_fn: Loss,
+    x: Tensor,
+    y: Tensor,
+    lr: float,
+    damping: float,
+    update_every: int = 1,
+    state: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Step k of Algorithm 1, for a loss that is a mean over samples. ``state`` is what the last step has returned, None
+    in the first one. It has k + 1 as "step", and the L or R of each matrix by the name of its first parameter.
 
     Examples:
         >>> model = nn.Linear(3, 2)
         >>> x, y = torch.randn(5, 3), torch.randn(5, 2)
-        >>> curvature = ngplus.reference.ngplus_step(model, nn.functional.mse_loss, x, y, lr=0.1, damping=0.3)
-        >>> tuple(curvature["weight"].shape)
-        (2, 2)
+        >>> state = None
+        >>> for k in range(3):
+        ...     state = ngplus.reference.ngplus_step(
+        ...         model, nn.functional.mse_loss, x, y, lr=0.1, damping=0.3, update_every=2, state=state
+        ...     )
+        >>> state["step"], tuple(state["weight"].shape)
+        (3, (2, 2))
     """
+    state = {"step": 0} if state is None else dict(state)
     each = per_sample_gradients(model, loss_fn, x, y)
-    params, found = dict(model.named_parameters()), {}
+    params = dict(model.named_parameters())
     for names in matrix_names(model):
         gradients = [as_matrix([own[name] for name in names]) for own in each]  # G_i
-        gradient = torch.stack(gradients).mean(0)  # G
+        gradient = torch.stack(gradients).mean(0)  # G_k
         side = "left" if gradient.shape[0] <= gradient.shape[1] else "right"
-        found[names[0]] = gfim(gradients, side)
-        direction = ngplus_direction(gradient, found[names[0]], side, damping)
+        if state["step"] % update_every == 0:  # k mod T == 0; else L_k = L_(k-1)
+            state[names[0]] = gfim(gradients, side)
+        direction = ngplus_direction(gradient, state[names[0]], side, damping)  # -D_k
         widths = [as_matrix([params[name]]).shape[1] for name in names]
         for name, part in zip(names, direction.split(widths, dim=1), strict=True):
             params[name].data -= lr * part.reshape(params[name].shape)
-    return found
+    state["step"] += 1
+    return state
 
 
 # ------------------------------------------------------------------------------------------------ NGAdam

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from helpers import layer_cases as layers
 from helpers import reference as ref
 from helpers.steps import LAMBDA, plain, update_of
-from ngplus.baselines import SENG, columns
+from ngplus.baselines import SENG
+from ngplus.baselines import seng_columns as columns
 from ngplus.fisher.factors import Lookup, Outer, Rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ngplus
-from ngplus.preconditioners import roots
+from ngplus.preconditioners import inverse_root
 
 STEPS, BATCH = 20, 12
 LR = 0.02
@@ -41,7 +41,7 @@ def optimizer_of(params: Any, name: str, **options: Any) -> ngplus.NGPlus | ngpl
         return ngplus.NGPlus(params, lr=LR, **{**OPTIONS[name], **options})
     with pytest.MonkeyPatch.context() as patch:
         for constant, value in (("WHOLE", 4), ("BLOCK", 3), ("KERNEL_BLOCK", 9)) if name == "ngadam blocks" else ():
-            patch.setattr(roots, constant, value)
+            patch.setattr(inverse_root, constant, value)
         return ngplus.NGAdam(params, lr=LR, update_every=3, **options)
 
 

@@ -15,7 +15,7 @@ import ngplus
 from distributed import cases
 from helpers.ranks import Pool
 from helpers.training import parameters
-from ngplus.optimizers.gradients import agree
+from ngplus.optimizers.gradient_matrices import agree
 
 
 @dataclass(frozen=True)

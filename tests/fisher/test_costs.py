@@ -24,7 +24,7 @@ from ngplus.fisher.factors import (
     Outer,
     Rows,
 )
-from ngplus.fisher.products import choose_form, gfim_root, gfim_sum
+from ngplus.fisher.products import choose_form, gfim_low_rank, gfim_sum
 
 # ------------------------------------------------------------------------------------------------ the cost model
 
@@ -197,7 +197,7 @@ def test_right_side_of_an_embedding_makes_nothing_of_its_rows() -> None:
     with Largest() as largest:
         for factors in (words, bag, Joined([words, Lookup(torch.randint(huge, (8, 2)), random(8, 2, 3), huge)])):
             gfim_sum(factors, "right", partition_of(factors, "right"))
-            gfim_root(factors, "right", partition_of(factors, "right"))
+            gfim_low_rank(factors, "right", partition_of(factors, "right"))
     assert largest.bytes < 100_000
 
 

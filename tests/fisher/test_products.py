@@ -37,7 +37,7 @@ from ngplus.fisher.factors import (
     join,
     widen,
 )
-from ngplus.fisher.products import gfim_root, gfim_sum
+from ngplus.fisher.products import gfim_low_rank, gfim_sum
 from ngplus.fisher.sketch import KINDS, Sketch, SketchSpec
 
 # ------------------------------------------------------------------------------------------------ the factors
@@ -50,7 +50,7 @@ def test_gradients_and_total(name: str) -> None:
     close(factors.gradients(slice(None), torch.float64), dense)
     close(factors.gradients(slice(1, 3), torch.float64), dense[:, 1:3])
     close(factors.gradients(torch.tensor([4, 0]), torch.float64), dense[:, [4, 0]])
-    close(factors.total(torch.float64), dense.sum(1))
+    close(factors.gradient_sum(torch.float64), dense.sum(1))
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -108,7 +108,7 @@ def test_root(name: str, side: str, picked: str) -> None:
     want = plain_gfim(dense if index is None else dense[:, index], side)
     for p in (1, 4, 5, want.shape[-1]):
         cut = partition_of(factors, side, p)
-        roots = gfim_root(factors, side, cut, samples=index, dtype=torch.float64)
+        roots = gfim_low_rank(factors, side, cut, samples=index, dtype=torch.float64)
         close(cut.dense([u @ u.mT for u in roots]), diagonal_blocks(want, p))
         assert all(u.shape[-1] <= factors.rank(side) for u in roots)
 
@@ -134,7 +134,7 @@ def test_low_precision_factors_are_multiplied_in_float32(name: str, side: str) -
         got = gfim_sum(low, side, cut, form=form)[0]
         assert got.dtype == torch.float32
         close(got.double(), want, rtol=2e-5)
-    root = gfim_root(low, side, cut)[0]
+    root = gfim_low_rank(low, side, cut)[0]
     assert root.dtype == torch.float32
     close((root @ root.mT).double(), want, rtol=2e-5)
 

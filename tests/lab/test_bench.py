@@ -209,7 +209,7 @@ def test_a_profile_counts_each_moment_once() -> None:
 
 def test_the_profile_s_frame_is_that_of_the_optimizer() -> None:
     from ngplus.optimizers import base
-    from ngplus.preconditioners.roots import RootsPreconditioner
+    from ngplus.preconditioners.inverse_root import RootsPreconditioner
 
     for name in profiling.FRAME:
         assert any(hasattr(place, name) for place in (ngplus.NGPlus, base, RootsPreconditioner)), name

@@ -27,7 +27,7 @@ INDEFINITE = torch.tensor([[[1.0, 0.0], [0.0, -1e-3]]])
 
 @pytest.mark.parametrize(("matrix", "plain"), [(INDEFINITE, False), (HOPELESS, True)])
 def test_trouble_tells_how_far_the_ladder_was_climbed(matrix: Tensor, plain: bool) -> None:
-    trouble = RefreshStatus(climb=True)
+    trouble = RefreshStatus(may_wait=True)
     inverse = inverses.dense_inverse(matrix, torch.tensor(1e-4), trouble)
     assert inverse.isfinite().all()
     assert trouble.retried is not None

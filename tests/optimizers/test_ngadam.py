@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import ngplus
 from helpers.training import Inputs, equal, floats, indices, train_to_zero
 from ngplus.lab.candidates import Roots
-from ngplus.preconditioners.roots import MAX_RMS, damping_at
+from ngplus.preconditioners.inverse_root import MAX_RMS, damping_at
 from ngplus.reference import inverse_root, ngadam_direction
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 import ngplus
 from helpers.steps import EXACT, Model, assert_equal, data, loss_fn, one_step
-from ngplus.preconditioners import roots
+from ngplus.preconditioners import inverse_root
 
 pytestmark = pytest.mark.usefixtures("double", "fresh_compiler")
 
@@ -242,7 +242,7 @@ def test_compiled_step_follows_schedules_without_recompilation(make: Any, option
 @pytest.mark.slow
 def test_compiled_step_of_ngadam_with_blocks_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("WHOLE", 2), ("BLOCK", 2)):
-        monkeypatch.setattr(roots, name, value)
+        monkeypatch.setattr(inverse_root, name, value)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     plain, before = copy.deepcopy(model), copy.deepcopy(model)
     optimizer, eager = (ngplus.NGAdam(m, lr=0.1, update_every=3) for m in (model, plain))

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from ngplus.capture.accumulator import Accumulator
+from ngplus.capture.batch import BatchDims
 from ngplus.capture.matrices import ParameterMatrix
-from ngplus.capture.samples import BatchDims
 from ngplus.diagnostics.plan import Plan, PlanRow, unless_frozen
 from ngplus.optimizers.base import BaseOptimizer
 from ngplus.optimizers.options import check_momentum

@@ -12,9 +12,9 @@ from torch.optim.optimizer import ParamsT
 
 from ngplus.baselines.common import BaselineAccumulator, BaselineOptimizer
 from ngplus.capture.accumulator import Accumulator
+from ngplus.capture.batch import BatchDims
 from ngplus.capture.loss_scale import captured_scale
 from ngplus.capture.matrices import ParameterMatrix
-from ngplus.capture.samples import BatchDims
 from ngplus.diagnostics.plan import state_bytes
 from ngplus.fisher import inverses, products
 from ngplus.fisher.factors import Factors, Joined, Outer
@@ -54,7 +54,9 @@ class _Sums(BaselineAccumulator):
         if len(outer) < len(uses):
             side = matrix.side("smaller")
             sums = products.gfim_sum(factors, side, matrix.partition(side, None), dtype=matrix.dtype)
-            self.total = sums if self.total is None else [a + b for a, b in zip(self.total, sums, strict=True)]
+            self.product_sum = (
+                sums if self.product_sum is None else [a + b for a, b in zip(self.product_sum, sums, strict=True)]
+            )
             self.used += factors.samples
             return
         expand = group["approx"] == "expand"
@@ -66,12 +68,12 @@ class _Sums(BaselineAccumulator):
 
     def length(self) -> Tensor:
         """An upper bound on |sum_i G_i|: sqrt(sum |l|^2 sum |r|^2)."""
-        plain = super().length() if self.total is not None else torch.zeros(())
+        plain = super().length() if self.product_sum is not None else torch.zeros(())
         return plain + torch.as_tensor(self.bound)
 
     def means(self, scale: Tensor | float) -> dict[str, Tensor]:
-        if self.total is not None:
-            return {"curvature": self.total[0] * (scale * scale / self.used)}
+        if self.product_sum is not None:
+            return {"curvature": self.product_sum[0] * (scale * scale / self.used)}
         assert self.input is not None
         assert self.output is not None
         return {"input": self.input / self.places, "output": self.output * (scale * scale / self.samples)}

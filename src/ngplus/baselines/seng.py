@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from ngplus.baselines import columns
-from ngplus.baselines.columns import Part
+from ngplus.baselines import seng_columns as columns
 from ngplus.baselines.common import BaselineAccumulator, BaselineOptimizer
+from ngplus.baselines.seng_columns import Part
 from ngplus.capture.accumulator import Accumulator, subsample
+from ngplus.capture.batch import BatchDims
 from ngplus.capture.collector import seed_of
 from ngplus.capture.loss_scale import captured_scale
 from ngplus.capture.matrices import ParameterMatrix
-from ngplus.capture.samples import BatchDims
 from ngplus.diagnostics.plan import state_bytes
 from ngplus.fisher import inverses
 from ngplus.fisher.factors import Factors, Joined, Lookup, Outer, Rows

@@ -18,32 +18,32 @@ from ngplus.utils.typing import Group
 class Accumulator:
     """Sums over samples, not yet divided by their number."""
 
-    total: list[Tensor] | None = None  # sum_i G_i G_i^T or sum_i G_i^T G_i, as stacks of blocks
-    roots: list[list[Tensor]] = field(default_factory=list)  # U of each micro-batch, where the sum is U U^T
+    product_sum: list[Tensor] | None = None  # sum_i G_i G_i^T or sum_i G_i^T G_i, as stacks of blocks
+    low_rank: list[list[Tensor]] = field(default_factory=list)  # U of each micro-batch, where the sum is U U^T
     samples: int = 0  # samples of all micro-batches
     used: int = 0  # the number of them in S_k
     ranks: int = 1  # processes whose samples are in the sums
     gradient: Tensor | None = None  # sum_i G_i on the first refresh, to check that nothing was missed
-    coarse: bool = False  # some factors had 16-bit entries
+    half_precision: bool = False  # some factors had 16-bit entries
 
     def take_in(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int, check: bool = False) -> None:
         """Adds the factors of a micro-batch; with ``check`` also to ``gradient``."""
         matrix.seen = (factors.samples, factors.positions)
         self.samples += factors.samples
         if check:
-            self.coarse = self.coarse or factors.half_precision
-            total = factors.total(matrix.dtype)
+            self.half_precision = self.half_precision or factors.half_precision
+            total = factors.gradient_sum(matrix.dtype)
             self.gradient = total if self.gradient is None else self.gradient + total
         self.add(matrix, factors, group, seed)
 
     def add(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int) -> None:
-        """Adds the products of the factors to ``total``, or their root to ``roots`` if the rank is low."""
+        """Adds the products of the factors to ``product_sum``, or U to ``low_rank`` if its rank is low."""
         side, partition = matrix.side(group["side"]), matrix.partition_of(group)
         index = subsample(factors.samples, group["samples"], seed)
         self.used += factors.samples if index is None else len(index)
-        if keeps_root(group, factors.rank(side), partition.size):
+        if keeps_low_rank(group, factors.rank(side), partition.size):
             matrix.form = "root"
-            self.roots.append(products.gfim_root(factors, side, partition, samples=index, dtype=matrix.dtype))
+            self.low_rank.append(products.gfim_low_rank(factors, side, partition, samples=index, dtype=matrix.dtype))
             return
         spec = SketchSpec.parse(group["sketch"])
 
@@ -56,23 +56,23 @@ class Accumulator:
             factors, side, other if spec is None else min(other, spec.size), partition.size
         )
         added = products.gfim_sum(factors, side, partition, sketch=sketch, samples=index, dtype=matrix.dtype)
-        if self.total is None:
-            self.total = added
+        if self.product_sum is None:
+            self.product_sum = added
         else:
-            torch._foreach_add_(self.total, added)
+            torch._foreach_add_(self.product_sum, added)
 
     def products(self) -> list[Tensor] | None:
-        """Returns ``total`` and the products of ``roots`` as one sum; None if there is nothing."""
-        total = self.total
-        for roots in self.roots:
-            products = [root @ root.mT for root in roots]
+        """Returns ``product_sum`` and the products U U^T as one sum; None if there is nothing."""
+        total = self.product_sum
+        for part in self.low_rank:
+            products = [root @ root.mT for root in part]
             total = products if total is None else [a + b for a, b in zip(total, products, strict=True)]
         return total
 
     def length(self) -> Tensor:
         """Returns sqrt(N sum_i |G_i|^2), a bound on |sum_i G_i| that does not vanish if the G_i cancel."""
-        traces = [m.diagonal(dim1=-2, dim2=-1).sum() for m in self.total or []]
-        traces += [root.square().sum() for roots in self.roots for root in roots]
+        traces = [m.diagonal(dim1=-2, dim2=-1).sum() for m in self.product_sum or []]
+        traces += [root.square().sum() for part in self.low_rank for root in part]
         return (self.samples * torch.stack(traces).sum()).sqrt()
 
 
@@ -91,7 +91,7 @@ def subsample_size(count: int, samples: int | float | None) -> int:
     return min(count, max(1, round(samples * count)) if isinstance(samples, float) else samples)
 
 
-def keeps_root(group: Group, rank: int, size: int) -> bool:
+def keeps_low_rank(group: Group, rank: int, size: int) -> bool:
     """Is U with L = U U^T, of this rank, stored in place of L with blocks of this size? Woodbury divides by lambda."""
     if group["solver"] in ("woodbury", "sketched"):
         return True

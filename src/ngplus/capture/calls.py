@@ -85,7 +85,7 @@ class PendingGradient:
             raise NotPerSample("the input of its module was changed in place") from error
         # With tensor parallelism inputs and gradients are sharded by features. All ranks gather them.
         inputs, grad = tuple(None if x is None else whole(x) for x in inputs), whole(self.grad.reshape(self._shape))
-        if not matrix.counted:
+        if not matrix.adds_samples:
             for ragged in self.call.ragged.values():
                 ragged.used = True  # on another rank
             return None
@@ -107,7 +107,7 @@ class PendingGradient:
             if found != wanted:
                 raise ValueError(f"The rule of {type(module).__name__} gave factors of {found} for {wanted}")
             if has_own_forward(module):
-                built.total(matrix.dtype)  # raises if the shapes of the factors do not match
+                built.gradient_sum(matrix.dtype)  # raises if the shapes of the factors do not match
             return built
         except (NotPerSample, torch.OutOfMemoryError):
             raise
@@ -123,7 +123,7 @@ class PendingGradient:
         if batch.size == 0 and not many_ranks():  # one of several ranks may have got no samples
             raise ValueError(f"The batch that reached {matrix.name!r} has no samples: leave empty batches out")
         ragged = self.call.ragged.get(0)
-        if ragged is None or matrix.groups > 1 or not matrix.counted:
+        if ragged is None or matrix.groups > 1 or not matrix.adds_samples:
             return None
         assert self.grad is not None
         left, right = (local(self.grad).new_zeros(0, size) for size in (matrix.layout.rows, matrix.layout.cols))

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ngplus.capture.accumulator import Accumulator
+from ngplus.capture.batch import BatchDims
 from ngplus.capture.matrices import ParameterMatrix, Use
 from ngplus.capture.recorder import Recorder
 from ngplus.capture.sample_index import SampleIndex
-from ngplus.capture.samples import BatchDims
 from ngplus.fisher.factors import Bags, Factors, Lookup
 from ngplus.utils.dtensor import holds_gradients, is_dtensor, local, many_ranks
 from ngplus.utils.typing import Group
@@ -190,12 +190,12 @@ class Collector:
                 continue
             captured, accumulator.gradient = matrix.layout.split(accumulator.gradient), None
             # The total is empty if the option was changed during the pass.
-            if matrix.falls_back or accumulator.total == [] or nothing_added:
+            if matrix.falls_back or accumulator.product_sum == [] or nothing_added:
                 continue
             # A forward that does not use the bias adds to the weight alone.
             pairs = [(grad, part) for grad, part in zip(added, captured, strict=True) if grad is not None]
             missed = [torch.linalg.vector_norm(grad.to(part) - part) for grad, part in pairs]
-            tolerance = (5e-2 if accumulator.coarse else 1e-3) * accumulator.length()
+            tolerance = (5e-2 if accumulator.half_precision else 1e-3) * accumulator.length()
             tolerance = tolerance + sum(before.rounding() for before in snapshots)
             matrix.checked = all(grad is not None for grad in added)
             if bool(torch.linalg.vector_norm(torch.stack(missed)) > tolerance):

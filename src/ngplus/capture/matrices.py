@@ -48,8 +48,8 @@ class ParameterMatrix:
         self.fixed_partition: BlockPartition | None = None  # overrides the options of the parameter group
         # For sharded parameters (ngplus.distributed.sharded):
         self.managed: list[Any] = []  # FSDP2's record of each parameter: in the graph other tensors replace them
-        self.counted = True  # this rank counts the samples that it captures
-        self.in_step = False  # other ranks capture the same samples together with this one
+        self.adds_samples = True  # this rank counts the samples that it captures
+        self.captured_jointly = False  # other ranks capture the same samples together with this one
         self.update_layout()
 
     @property
@@ -94,7 +94,7 @@ class ParameterMatrix:
     @property
     def falls_back(self) -> bool:
         """Is what is recorded not needed, since the matrix falls back at the next step?"""
-        return bool(self.reason) and not self.in_step
+        return bool(self.reason) and not self.captured_jointly
 
     def apply_fallback(self) -> None:
         """Runs at the step. Ranks that capture together agree on the fallback elsewhere."""

@@ -25,14 +25,14 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ngplus.capture.axis_rules import SampleAxis
+from ngplus.capture.batch import BatchDims, SampleCount, modules_with_given_dim, sample_dims
 from ngplus.capture.calls import Batches, ForwardCall, PendingGradient
 from ngplus.capture.layers import Batch, LayerRule
 from ngplus.capture.layers.base import Build, Inputs, NotPerSample, no_mixed_precision
-from ngplus.capture.layers.watcher import Hook, Watcher, is_strided
+from ngplus.capture.layers.hooks import Hook, Watcher, is_strided
 from ngplus.capture.matrices import ParameterMatrix, Use
 from ngplus.capture.sample_index import SampleIndex, SampleIndexReader
 from ngplus.capture.sample_tracker import SampleTracker
-from ngplus.capture.samples import BatchDims, SampleCount, modules_with_given_dim, sample_dims
 from ngplus.fisher.factors import Factors, join
 from ngplus.utils.compiled import CompiledCalls, uncompiled
 from ngplus.utils.weak import weak_method
@@ -48,7 +48,7 @@ class Recorder:
         model: the model; it is referenced weakly.
         uses: the uses of matrices in the model's modules.
         sink: called under no_grad with each matrix and its joined factors.
-        batch_dim, sample_index: where the samples are, see :mod:`ngplus.capture.samples`.
+        batch_dim, sample_index: where the samples are, see :mod:`ngplus.capture.batch`.
         on_forward: called before each training call, with the matrices that changed since the last one.
         on_gradients: called when the first gradient of a backward pass arrives, before any .grad of a matrix changes.
         on_backward: called after each backward pass.

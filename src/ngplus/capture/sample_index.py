@@ -131,12 +131,12 @@ class SampleIndexReader:
         if unread:
             found = " and of ".join(str(length) for length in sorted({len(ragged.index) for ragged in unread}))
             return (
-                f"sample_index tells of {found} rows, and no layer had as many in its batch dimension (batch_dim= says "
-                "which one that is): each row that they had is taken for a sample"
+                f"sample_index returned {found} entries, but no layer's batch dimension has that length (see "
+                "batch_dim). Each row is treated as one sample"
             )
         if part:
             return (
-                f"sample_index is called with the inputs of the model, and a part of {part} was called by itself: each "
-                "of its rows is taken for a sample"
+                f"sample_index is called with the inputs of the model, but a part of {part} was called by itself. "
+                "Each of its rows is treated as one sample"
             )
         return ""

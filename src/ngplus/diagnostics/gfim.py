@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ngplus.capture.accumulator import Accumulator
+from ngplus.capture.batch import BatchDims
 from ngplus.capture.matrices import ParameterMatrix, collect, named
 from ngplus.capture.recorder import Recorder
 from ngplus.capture.sample_index import SampleIndex
-from ngplus.capture.samples import BatchDims
 from ngplus.fisher.factors import Factors
-from ngplus.preconditioners import curvature as curvatures
-from ngplus.preconditioners.curvature import Curvature
+from ngplus.preconditioners import ngplus_curvature as curvatures
+from ngplus.preconditioners.ngplus_curvature import Curvature
 from ngplus.utils.validation import choice
 from ngplus.utils.warnings import warn
 

@@ -22,15 +22,15 @@ from typing import Any
 
 from torch import Tensor
 
-from ngplus.capture.accumulator import keeps_root, subsample_size
+from ngplus.capture.accumulator import keeps_low_rank, subsample_size
 from ngplus.capture.matrices import ParameterMatrix
-from ngplus.diagnostics.load import Load, load_of
+from ngplus.diagnostics.rank_costs import Load, load_of
 from ngplus.diagnostics.tables import aligned
 from ngplus.distributed.collectives import Distributor, Traffic
 from ngplus.fisher.blocks import BlockPartition
 from ngplus.fisher.factors import outer_costs
 from ngplus.fisher.sketch import SketchSpec
-from ngplus.preconditioners.curvature import read
+from ngplus.preconditioners.ngplus_curvature import read
 from ngplus.utils.warnings import no_such_name
 
 COSTS = ("step_flops", "refresh_flops", "inverse_flops", "wire_bytes", "inverse_bytes", "step_bytes")
@@ -242,7 +242,7 @@ def _row(
         solver = "dense"  # ranks reduce L
     elif solver == "auto":
         known = read(state, "factor") is not None or (read(state, "inverse") is None and rank > 0)
-        low = known and source != "batch" and keeps_root(group, rank, partition.size)
+        low = known and source != "batch" and keeps_low_rank(group, rank, partition.size)
         solver = "woodbury" if low else "dense"
     step, inverse, elements = _solver_costs(solver, group, partition, rank, other, touched)
     refresh = inverse

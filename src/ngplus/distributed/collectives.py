@@ -101,7 +101,7 @@ class RankGroup:
             here = destination is None or destination == self.rank
             for i, flat in zip(bucket, joined.split([packed[i][1].numel() for i in bucket]), strict=True):
                 s = packed[i][0]
-                s.gathered.total, s.gathered.roots = unpack(flat, s.partition) if here else None, []
+                s.gathered.product_sum, s.gathered.low_rank = unpack(flat, s.partition) if here else None, []
 
     def broadcast(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
         """Broadcasts each tensor from its owner, in place."""
@@ -137,13 +137,13 @@ class Distributor:
     def owns(self, matrix: ParameterMatrix) -> bool:
         raise NotImplementedError
 
-    def is_remote(self, matrix: ParameterMatrix) -> bool:
+    def kept_by_owner_only(self, matrix: ParameterMatrix) -> bool:
         """Whether only the owner has the curvature of a matrix, and sends the direction in every step."""
         raise NotImplementedError
 
     def has_curvature(self, matrix: ParameterMatrix) -> bool:
         """Whether this rank has the curvature of a matrix, and computes its direction."""
-        return self.owns(matrix) or not self.is_remote(matrix)
+        return self.owns(matrix) or not self.kept_by_owner_only(matrix)
 
     def reduce(self, due: Sequence[tuple[ParameterMatrix, MatrixSum]]) -> None:
         """Reduces the sums of a refresh to the ranks that need them."""
@@ -212,14 +212,14 @@ class ReplicatedDistributor(Distributor):
     def owns(self, matrix: ParameterMatrix) -> bool:
         return self.owners[id(matrix)] == self.ranks.rank
 
-    def is_remote(self, matrix: ParameterMatrix) -> bool:
+    def kept_by_owner_only(self, matrix: ParameterMatrix) -> bool:
         return id(matrix) in self._remote
 
     def reduce(self, due: Sequence[tuple[ParameterMatrix, MatrixSum]]) -> None:
         """To the owner; to all ranks where each of them has the moving average."""
         for matrix, s in due:
             averaged = self._groups[matrix.params[0]]["curvature"] == "momentum"
-            s.destination = None if averaged and not self.is_remote(matrix) else self.owners[id(matrix)]
+            s.destination = None if averaged and not self.kept_by_owner_only(matrix) else self.owners[id(matrix)]
         self.ranks.reduce([s for _, s in due])
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -227,7 +227,7 @@ class ReplicatedDistributor(Distributor):
 
     def traffic(self, matrix: ParameterMatrix, group: Group) -> Traffic:
         partition = matrix.partition_of(group)
-        if self.is_remote(matrix):
+        if self.kept_by_owner_only(matrix):
             return Traffic(partition.triangle, 0, sum(p.numel() for p in matrix.active_params))
         return Traffic(partition.triangle, partition.triangle + 1, 0)  # the inverse and lambda
 

@@ -104,8 +104,8 @@ class ShardedDistributor(Distributor):
         self._pieces: dict[Tensor, list[Shard]] = {}  # of every rank, by parameter
         for matrix in matrices:
             place = places[self.owners[id(matrix)]]
-            matrix.counted = all(place[dim] == here[dim] for dim in model_dims)
-            matrix.in_step = bool(model_dims)
+            matrix.adds_samples = all(place[dim] == here[dim] for dim in model_dims)
+            matrix.captured_jointly = bool(model_dims)
             if data.shard is not None:
                 self._destinations[id(matrix)] = place[data.shard]
             for param in matrix.params:
@@ -116,20 +116,20 @@ class ShardedDistributor(Distributor):
 
     has_curvature = owns
 
-    def is_remote(self, matrix: ParameterMatrix) -> bool:
+    def kept_by_owner_only(self, matrix: ParameterMatrix) -> bool:
         return True
 
     def reduce(self, due: Sequence[tuple[ParameterMatrix, MatrixSum]]) -> None:
         if not due:
             return
-        counted = [(m, s) for m, s in due if m.counted]
+        counted = [(m, s) for m, s in due if m.adds_samples]
         if self._shards is not None:
             for matrix, s in counted:
                 s.destination = self._destinations[id(matrix)]
             self._shards.reduce([s for _, s in counted])
         else:  # dense in any case, so that a checkpoint has the same entries
             for _, s in counted:
-                s.gathered.total, s.gathered.roots = s.gathered.products(), []
+                s.gathered.product_sum, s.gathered.low_rank = s.gathered.products(), []
         if self._replicas is not None:
             own = [s for m, s in counted if self.owns(m)]
             for s in own:

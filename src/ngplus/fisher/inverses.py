@@ -30,37 +30,36 @@ def damped(matrix: Tensor, damping: Tensor) -> Tensor:
 def dense_inverse(matrix: Tensor, damping: Tensor, status: RefreshStatus | None = None) -> Tensor:
     """(lambda I + L)^-1 by Cholesky, d^3 FLOPs a block.
 
-    A matrix that does not factorise gets ten times the damping, up to four times; then float64; what is left becomes
-    the identity over the last damping tried: the plain gradient step. L must be finite: the caller drops a refresh that
-    is not. The host decides how far to climb. Where it cannot see that without waiting for a device, it does not look
-    at once: a failure becomes the plain step, and is noted in ``trouble``.
+    If Cholesky fails, the damping is multiplied by 10, up to four times; then float64 is tried; then I / damping is
+    returned, the plain gradient step. On an accelerator, the host retries only if ``status.may_wait`` is set; otherwise
+    a failure gives I / damping and is noted in ``status``. L must be finite.
     """
-    status = status or RefreshStatus(climb=True)
+    status = status or RefreshStatus(may_wait=True)
     if matrix.shape[-1] == 1:
         return (matrix + damping).clamp_min(torch.finfo(matrix.dtype).tiny).reciprocal()
     inverse, failed = _cholesky_inverse(damped(matrix, damping))
-    seen = status.looks(failed.any())
+    seen = status.read_flag(failed.any())
     if seen is False:
         return inverse
     status.add("retried", failed.any())
     level = torch.maximum(damping.expand(len(matrix), 1), _floor(matrix))
     if seen:
-        inverse, failed, level = _climb(matrix, level, inverse, failed, status)
+        inverse, failed, level = _retry_with_more_damping(matrix, level, inverse, failed, status)
     plain = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device) / level[:, :, None]
     return torch.where(failed[:, None, None], plain, inverse)
 
 
-def _climb(
+def _retry_with_more_damping(
     matrix: Tensor, level: Tensor, inverse: Tensor, failed: Tensor, status: RefreshStatus
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The ladder for the blocks that failed: more damping, then float64. With the last damping, and what failed all."""
-    for rung in range(RETRIES + 1):
-        last = rung == RETRIES
+    """Retries the blocks that failed: with more damping, then in float64. Returns the last damping and what failed."""
+    for attempt in range(RETRIES + 1):
+        last = attempt == RETRIES
         level = level if last else level * GROWTH
         retry, still = _cholesky_inverse(damped(matrix.to(wide(matrix)) if last else matrix, level))
         inverse = torch.where((failed & ~still)[:, None, None], retry.to(inverse), inverse)
         failed = failed & still
-        if not status.looks(failed.any()):
+        if not status.read_flag(failed.any()):
             return inverse, failed, level
     status.add("plain", failed.any())
     return inverse, failed, level

@@ -78,7 +78,7 @@ def gfim_sum(
     return total
 
 
-def gfim_root(
+def gfim_low_rank(
     factors: Factors,
     side: str,
     partition: BlockPartition,
@@ -87,7 +87,7 @@ def gfim_root(
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """U with U U^T = sum_i G_i G_i^T (left) or sum_i G_i^T G_i (right), [blocks, p, r] for each stack."""
-    return partition.split(factors.root(side, slice(None) if samples is None else samples, dtype))
+    return partition.split(factors.low_rank(side, slice(None) if samples is None else samples, dtype))
 
 
 def _panel(d: int) -> int:

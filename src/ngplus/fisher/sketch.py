@@ -8,14 +8,12 @@ naming them; the Gaussian, CountSketch and SRHT (subsampled randomized Hadamard 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-
-KINDS = ("uniform", "gaussian", "countsketch", "srht")
 
 
 @dataclass(frozen=True)
@@ -47,51 +45,85 @@ class SketchSpec:
         return spec
 
 
+class Uniform:
+    """Picks q of the n columns at random, times sqrt(n / q). For x with N rows, it costs N q."""
+
+    def __init__(self, n: int, spec: SketchSpec, generator: torch.Generator) -> None:
+        q = spec.size
+        if not spec.replacement and q > n:
+            raise ValueError(
+                f"Invalid sketch size: {q} of {n} columns without replacement (at most {n}, or replacement=True)"
+            )
+        if spec.replacement:
+            self._index = torch.randint(n, (q,), generator=generator)
+        else:
+            self._index = torch.randperm(n, generator=generator)[:q]
+        self._scale = math.sqrt(n / q)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.index_select(-1, self._index.to(x.device)) * self._scale
+
+
+class Gaussian:
+    """Independent normal entries of variance 1 / q. It costs N n q."""
+
+    def __init__(self, n: int, spec: SketchSpec, generator: torch.Generator) -> None:
+        self._omega = torch.randn(n, spec.size, generator=generator, dtype=torch.float64) / math.sqrt(spec.size)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x @ self._omega.to(x)
+
+
+class CountSketch:
+    """Adds each column, with a random sign, to one of q columns. It costs N n."""
+
+    def __init__(self, n: int, spec: SketchSpec, generator: torch.Generator) -> None:
+        self._size = spec.size
+        self._index = torch.randint(spec.size, (n,), generator=generator)
+        self._signs = _random_signs(n, generator)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        signed = x * self._signs.to(x)
+        return x.new_zeros(*x.shape[:-1], self._size).index_add_(-1, self._index.to(x.device), signed)
+
+
+class SRHT:
+    """Picks q columns of the Hadamard transform of the columns with random signs. It costs N n log n."""
+
+    def __init__(self, n: int, spec: SketchSpec, generator: torch.Generator) -> None:
+        self._index = torch.randint(_padded(n), (spec.size,), generator=generator)
+        self._signs = _random_signs(n, generator)
+        self._scale = math.sqrt(_padded(n) / spec.size)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return hadamard(x * self._signs.to(x)).index_select(-1, self._index.to(x.device)) * self._scale
+
+
+# A new kind is a class with these two methods, in this table.
+KINDS: dict[str, Callable[[int, SketchSpec, torch.Generator], Callable[[Tensor], Tensor]]] = {
+    "uniform": Uniform,
+    "gaussian": Gaussian,
+    "countsketch": CountSketch,
+    "srht": SRHT,
+}
+
+
 class Sketch:
     """A random Omega (n x q). ``sketch(x)`` is ``x @ Omega`` along the last dimension of x.
 
     Omega is drawn on the CPU from ``seed`` alone: it is the same on every device and rank, and after a resume.
-
-    Cost for x with N rows: uniform N q, gaussian N n q, countsketch N n, srht N n log n.
     """
 
     def __init__(self, spec: SketchSpec, n: int, seed: int) -> None:
         self.spec = spec
-        generator = torch.Generator().manual_seed(seed)
-        q = spec.size
-        self._index: Tensor | None = None
-        self._signs: Tensor | None = None
-        self._dense: Tensor | None = None
-        if spec.kind == "gaussian":
-            self._dense = torch.randn(n, q, generator=generator, dtype=torch.float64) / math.sqrt(q)
-            return
-        # Uniform sampling picks among n columns, SRHT among those of the transform, padded to a power of two.
-        population = _padded(n) if spec.kind == "srht" else n
-        if spec.kind == "countsketch":
-            self._index = torch.randint(q, (n,), generator=generator)
-        elif spec.kind == "uniform" and not spec.replacement:
-            if q > n:
-                raise ValueError(
-                    f"Invalid sketch size: {q} of {n} columns without replacement (at most {n}, or replacement=True)"
-                )
-            self._index = torch.randperm(n, generator=generator)[:q]
-        else:
-            self._index = torch.randint(population, (q,), generator=generator)
-        if spec.kind != "uniform":
-            self._signs = torch.randint(2, (n,), generator=generator, dtype=torch.int8) * 2 - 1
-        self._scale = math.sqrt(population / q)
+        self._omega = KINDS[spec.kind](n, spec, torch.Generator().manual_seed(seed))
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._dense is not None:
-            return x @ self._dense.to(x)
-        assert self._index is not None
-        index = self._index.to(x.device)
-        if self._signs is None:
-            return x.index_select(-1, index) * self._scale
-        signed = x * self._signs.to(x)
-        if self.spec.kind == "countsketch":
-            return x.new_zeros(*x.shape[:-1], self.spec.size).index_add_(-1, index, signed)
-        return hadamard(signed).index_select(-1, index) * self._scale
+        return self._omega(x)
+
+
+def _random_signs(n: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(2, (n,), generator=generator, dtype=torch.int8) * 2 - 1
 
 
 def hadamard(x: Tensor) -> Tensor:

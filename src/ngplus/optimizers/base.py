@@ -16,7 +16,7 @@ from ngplus.capture.layers.base import no_mixed_precision
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.diagnostics.health import FETCH_EVERY, Health
 from ngplus.distributed.collectives import Distributor, reduce_curvature
-from ngplus.optimizers.gradients import agree, gradient_matrix, gradient_norms, refuse_sparse_decay
+from ngplus.optimizers.gradient_matrices import agree, gradient_matrix, gradient_norms, refuse_sparse_decay
 from ngplus.optimizers.matrix_optimizer import MatrixOptimizer
 from ngplus.optimizers.update import UpdateRule, sgd_steps, update_parameters
 from ngplus.preconditioners.base import MatrixPreconditioner, MatrixUpdate
@@ -32,7 +32,7 @@ class BaseOptimizer(MatrixOptimizer):
     """An optimizer with :meth:`step`."""
 
     _update_rule: UpdateRule = staticmethod(sgd_steps)
-    _decoupled_weight_decay = False  # it skips the rows of sparse gradients; that of SGD refuses them
+    _decoupled_weight_decay = False  # not applied to sparse gradients; with that of SGD they raise an error
     _initialising = False  # this step only initialises the state
     _skip: Tensor | None = None  # a flag on an accelerator: this step changes nothing
 
@@ -60,7 +60,7 @@ class BaseOptimizer(MatrixOptimizer):
             with torch.enable_grad():
                 loss = closure()
         with no_mixed_precision(next(iter(self._names)).device):
-            directions = self._directions()  # D_k
+            directions = self._directions()  # -D_k
             if directions is not None:
                 for group in self.param_groups:  # W_(k+1) = W_k - lr D_k
                     params, left_out = update_parameters(group, directions, self.state, self._update_rule, self._skip)
@@ -73,7 +73,7 @@ class BaseOptimizer(MatrixOptimizer):
         """The direction of every parameter that has a gradient; None where the step is skipped."""
         collector = self._prepare()
         due = {id(m) for m in self._matrices if self._due(m)}  # k mod T == 0
-        for distributor in self._distributors:  # L_k or R_k over all ranks
+        for distributor in self._distributors:  # sums over the samples S_k, captured during backward, of all ranks
             asked = [m for m in distributor.matrices if id(m) in due and self._captures(self._group(m))]
             summed = reduce_curvature(distributor, collector, asked, self._group_of_param)
             self._refresh_replicated(distributor, summed, collector, due)
@@ -83,7 +83,7 @@ class BaseOptimizer(MatrixOptimizer):
         updates = self._updates(present, due)  # G_k of every matrix
         for update in updates:
             update.preconditioner.update(update)
-        self._refresh([update for update in updates if id(update.matrix) in due], collector)
+        self._refresh([update for update in updates if id(update.matrix) in due], collector)  # L_k or R_k
         directions: Directions = {}
         for update in updates:
             direction, rows = update.preconditioner.precondition(update)
@@ -162,7 +162,7 @@ class BaseOptimizer(MatrixOptimizer):
             if captures and (matrix.source == "batch" or gathered is None):
                 uncovered.append(matrix)
                 gathered = None
-            held, status = dict(update.state), RefreshStatus(climb=self._faults.needs_help(matrix.name))
+            held, status = dict(update.state), RefreshStatus(may_wait=self._faults.needs_help(matrix.name))
             update.preconditioner.refresh(update, gathered, status)
             self._conclude(update.preconditioner, held, status)
         self._faults.fetch()
@@ -171,7 +171,7 @@ class BaseOptimizer(MatrixOptimizer):
     def _scatter(self, present: Sequence[ParameterMatrix], directions: Directions) -> None:
         """Sends the directions that owners have computed to all ranks."""
         for distributor in self._distributors:
-            away = [m for m in present if self._distributor(m) is distributor and distributor.is_remote(m)]
+            away = [m for m in present if self._distributor(m) is distributor and distributor.kept_by_owner_only(m)]
             owned = {p: directions[p] for m in away for p in m.active_params if p in directions}
             directions.update(distributor.scatter_directions(away, owned) if away else {})
 
@@ -189,7 +189,9 @@ class BaseOptimizer(MatrixOptimizer):
         """The matrices of this step, and the names and norms of the gradients. Ranks that exchange gradients or
         directions in every step agree on them first."""
         busy = [
-            distributor for distributor in self._distributors if any(map(distributor.is_remote, distributor.matrices))
+            distributor
+            for distributor in self._distributors
+            if any(map(distributor.kept_by_owner_only, distributor.matrices))
         ]
         agreed = [agree(distributor) for distributor in busy]
         apart = {id(m) for distributor in busy for m in distributor.matrices}
@@ -227,7 +229,7 @@ class BaseOptimizer(MatrixOptimizer):
     def _finite_if_sent(self, update: MatrixUpdate, direction: Tensor) -> Tensor:
         """The direction; zeros if its owner is to send it and it is not finite. The owner decides for all ranks."""
         distributor = self._distributor(update.matrix)
-        if distributor is None or not distributor.is_remote(update.matrix):
+        if distributor is None or not distributor.kept_by_owner_only(update.matrix):
             return direction
         bad = ~norms_of([direction]).isfinite()
         self._faults.note("steps", (update.matrix.name,), bad)

@@ -1,10 +1,10 @@
-"""The state of an optimizer on disk: the version of its layout, and whether a state_dict is fit to be loaded.
+"""The layout of an optimizer's state_dict: its version, and the checks before one is loaded.
 
 ======= =========================================================================================================
 version layout
 ======= =========================================================================================================
-0 to 4  of ``NGPlus`` with ``scaling``: loads where that is "inverse" and the other options that are gone have the
-        values of ``REMOVED``; others are refused
+0 to 4  ``NGPlus`` with the former option ``scaling``. Loads if every removed option has its value in ``REMOVED``;
+        raises an error that names the option otherwise
 5       ``NGPlus`` and ``NGAdam``
 ======= =========================================================================================================
 """
@@ -20,7 +20,7 @@ from ngplus.utils.dtensor import is_dtensor, local
 
 VERSION = 5
 
-# Options that are gone, with the values that stand for what is done today. Adaptive moments are refused by name.
+# Removed options, with the values that mean what is done today.
 REMOVED: dict[str, Any] = {
     "scaling": "inverse", "damping_mode": "absolute", "decoupled_weight_decay": False, "early_refreshes": False,
     "beta2": 0.95, "eps": 1e-8, "second_moment": None, "drift": None, "background": None, "rate_gain": None,

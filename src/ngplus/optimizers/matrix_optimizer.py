@@ -13,10 +13,10 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from ngplus.capture.accumulator import Accumulator
+from ngplus.capture.batch import BatchDims
 from ngplus.capture.collector import Collector
 from ngplus.capture.matrices import ParameterMatrix, Use, collect, named
 from ngplus.capture.sample_index import SampleIndex
-from ngplus.capture.samples import BatchDims
 from ngplus.diagnostics.health import FaultCounter
 from ngplus.distributed.collectives import DISTRIBUTIONS, Distributor, RankGroup, ReplicatedDistributor
 from ngplus.distributed.sharded import sharded_distributors
@@ -233,7 +233,7 @@ class MatrixOptimizer(Optimizer):
         held, distributor = self.state.get(matrix.params[0], {}), self._distributor(matrix)
         if held.get("refreshed") != self._refresh_key(matrix):
             return False
-        remote = distributor is not None and distributor.is_remote(matrix)
+        remote = distributor is not None and distributor.kept_by_owner_only(matrix)
         return remote or self._preconditioner(matrix, self._group(matrix), held).fits()
 
     def _refresh_key(self, matrix: ParameterMatrix) -> int:
@@ -308,7 +308,7 @@ class MatrixOptimizer(Optimizer):
                 held = self.state.get(matrix.params[0], {})
                 fits = self._preconditioner(matrix, self._group(matrix), held).fits()
                 made = held.get("refreshed") == self._refresh_key(matrix)  # else it is due for a refresh
-                if distributor.is_remote(matrix) and made and not fits:
+                if distributor.kept_by_owner_only(matrix) and made and not fits:
                     raise RuntimeError(
                         f"The curvature of {matrix.name!r} is not in the state that was loaded. Where each rank keeps "
                         "its share, save with torch.distributed.checkpoint, or each rank's state in a file of its own"

@@ -19,8 +19,8 @@ from ngplus.optimizers.base import BaseOptimizer
 from ngplus.optimizers.options import check_learning_rate
 from ngplus.optimizers.update import adamw_steps
 from ngplus.preconditioners.base import MatrixPreconditioner
-from ngplus.preconditioners.curvature import Curvature
-from ngplus.preconditioners.roots import AdamPreconditioner, RootsPreconditioner, RowsPreconditioner, block_size
+from ngplus.preconditioners.inverse_root import AdamPreconditioner, RootsPreconditioner, RowsPreconditioner, block_size
+from ngplus.preconditioners.ngplus_curvature import Curvature
 from ngplus.reference import is_refresh
 from ngplus.utils.typing import Group, State
 from ngplus.utils.validation import number
@@ -38,10 +38,12 @@ class NGAdam(BaseOptimizer):
         D <- D / max(1, rms(D) / 0.3)
         W <- (1 - lr weight_decay) W - lr D
 
-    lambda is the part max(1e-5, t^-2) of the mean eigenvalue of L, and of R; both are divided by 1 - beta2^t. The roots
-    are made anew every update_every steps. Sides of more than 160 rows fall into blocks of up to 128. Tables of
-    embeddings have diagonal L and R. Vectors have Adam's update with Nesterov's momentum. The rows of sparse gradients
-    have R alone, and no momentum.
+    lambda is max(1e-5, 1 / t^2) times the mean eigenvalue of L, and of R; both are divided by 1 - beta2^t. These
+    numbers are fixed. The roots are computed every update_every steps. Each parameter is a matrix of its own: a bias is
+    not joined to its weight. A side above 160 falls into blocks of up to 128 rows (of up to 144 columns and whole
+    channels for the inputs of a convolution); a side above 640 that is at least 5 times the other one has a diagonal L
+    or R. Tables of embeddings have diagonal L and R. Vectors have Adam's update with Nesterov's momentum. The rows
+    of sparse gradients have R alone, and no momentum.
 
     Examples:
         >>> model = nn.Linear(4, 2)
@@ -58,18 +60,19 @@ class NGAdam(BaseOptimizer):
         lr (float or Tensor): learning rate (default: 5e-3).
         betas (tuple[float, float]): coefficients of the moving averages of the gradient, and of L and R
             (default: (0.9, 0.95)).
-        eps (float): added to the denominator of vectors (default: 1e-8).
+        eps (float): added to the denominator of Adam's update of vectors; matrices do not use it (default: 1e-8).
         weight_decay (float): decoupled weight decay, as in torch.optim.AdamW. Parameters with sparse gradients have
             none (default: 1e-2).
         maximize (bool): maximize the objective (default: False).
-        update_every (int): T, steps between two refreshes of the roots; the first steps have more (default: 5).
-        model (Module): the module that the parameters belong to, where ``params`` is not a module. It tells tables,
-            grouped and transposed convolutions apart from other matrices (default: None).
-        process_group (ProcessGroup): the ranks that train the model together and average its gradients; of a
-            DistributedDataParallel model its own (default: None).
-        distribution (str): of replicated parameters. ``"communication"``: every rank works on all matrices, and nothing
-            is sent. ``"memory"``: one rank keeps the state of a matrix and sends its direction in every step
-            (default: ``"communication"``).
+        update_every (int): T, steps between two refreshes of the roots, which are also computed at the steps 1, 2, 3, 4
+            and 6 (default: 5).
+        model (Module): the module that the parameters belong to, where ``params`` is not a module. Without it, tables,
+            grouped and transposed convolutions are treated as plain matrices (default: None).
+        process_group (ProcessGroup): the ranks that train the model together and average its gradients. Taken from the
+            model if that is a DistributedDataParallel (default: None).
+        distribution (str): how ranks share the work on replicated parameters. ``"communication"``: every rank computes
+            all matrices, and nothing is sent. ``"memory"``: one rank stores the state of a matrix and sends its
+            direction in every step. Of sharded parameters the form is fixed (default: ``"communication"``).
     """
 
     _identifying_options = ("lr", "betas", "update_every", "step")

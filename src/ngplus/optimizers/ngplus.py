@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
+from ngplus.capture.batch import BatchDims
 from ngplus.capture.collector import Collector, seed_of
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.capture.sample_index import SampleIndex
-from ngplus.capture.samples import BatchDims
 from ngplus.diagnostics.plan import Plan, plan_of
 from ngplus.distributed.collectives import Distributor, ReplicatedDistributor
 from ngplus.optimizers.base import BaseOptimizer
-from ngplus.preconditioners import curvature as curvatures
+from ngplus.preconditioners import ngplus_curvature as curvatures
 from ngplus.preconditioners.broadcast import broadcast_inverses, entries_to_send
-from ngplus.preconditioners.curvature import Curvature, StateEntries
 from ngplus.preconditioners.inverse import InversePreconditioner
+from ngplus.preconditioners.ngplus_curvature import Curvature, StateEntries
 from ngplus.utils.finite import RefreshStatus
 from ngplus.utils.typing import Group, State
 from ngplus.utils.warnings import warn
@@ -52,48 +52,51 @@ class NGPlus(BaseOptimizer):
 
     Args:
         params (Module or iterable): the model, or parameters, named parameters or parameter groups as in torch.optim.
-            Parameters without their module have ``curvature="batch"``: pass ``model`` as well for that of samples.
+            Without a module, ``curvature`` is ``"batch"`` whatever is given: pass ``model`` for per-sample curvature.
         lr (float or Tensor): learning rate (default: 0.01).
-        momentum (float): momentum factor of the preconditioned gradient (default: 0.9).
+        momentum (float): momentum factor of the preconditioned gradient; with ``graft="adam"`` also Adam's beta1
+            (default: 0.9).
         nesterov (bool): enable Nesterov momentum (default: False).
         weight_decay (float): added to the preconditioned gradient, times the parameter (default: 0).
         maximize (bool): maximize the objective (default: False).
-        damping (float or str): lambda. ``"auto"`` is a tenth of the mean eigenvalue of each layer's L or R
-            (default: 0.3).
-        update_every (int): T, the number of steps between two refreshes. The first is at the first step (default: 20).
+        damping (float or str): lambda. ``"auto"`` is a tenth of the mean eigenvalue of each layer's L or R. 0 is
+            refused with the solvers ``"woodbury"`` and ``"sketched"``, which divide by it (default: 0.3).
+        update_every (int): T, the number of steps between two refreshes. The first is at the first step. With
+            ``curvature="batch"``, Ltilde is updated in every step and inverted every T steps (default: 20).
         curvature (str): ``"sample"``, the L or R above; ``"momentum"``, their moving average
             Lbar = beta Lbar + (1 - beta) L; ``"batch"``, from the gradients of mini-batches,
             Ltilde = beta Ltilde + gamma G G^T, started from lambda I and updated in every step (default: ``"sample"``).
-        beta (float): of the moving averages (default: 0.9).
-        gamma (float): of ``curvature="batch"`` (default: 0.1).
-        samples (int or float): size or fraction of the random sub-sample S of the batch, of each micro-batch, and of
-            that of each rank; None is the whole batch (default: None).
+        beta (float): decay of Lbar at each refresh, or of Ltilde in each step (default: 0.9).
+        gamma (float): weight of a new gradient in Ltilde; it does not follow ``beta`` (default: 0.1).
+        samples (int or float): size or fraction of the random sub-sample S, drawn from every micro-batch on every rank;
+            None is the whole batch (default: None).
         side (str): ``"smaller"`` is ``"left"`` (L) where m <= n and ``"right"`` (R) where m > n
             (default: ``"smaller"``).
         solver (str): ``"dense"`` (Cholesky), ``"woodbury"``, ``"sketched"`` (sketched least squares), or ``"auto"``,
-            the cheapest exact one for each layer (default: ``"auto"``).
+            the cheaper one of ``"dense"`` and ``"woodbury"`` for each layer; on several ranks, ``"dense"``. Woodbury
+            and sketched need ``curvature="sample"`` (default: ``"auto"``).
         block_size (int): p of the block-diagonal form; None is one block (default: None).
         sketch (int or dict): q of the sketched product, or a dict of ``size``, ``kind`` ("uniform", "gaussian",
-            "countsketch", "srht") and ``replacement``. With ``solver="sketched"`` it is the sketch of the least-squares
-            problem (default: None).
+            "countsketch", "srht") and ``replacement`` (of "uniform"). With ``solver="sketched"`` it is the sketch of
+            the least-squares problem, by default of twice as many rows as unknowns (default: None).
         graft (str): ``"sgd"`` or ``"adam"``: each layer's direction takes that method's step length. With ``"adam"``,
             the momentum is a moving average, so that it keeps that length (default: None).
         model (Module): the module that the parameters belong to, where ``params`` is not a module (default: None).
         loss_reduction (str): ``"mean"``, the loss is an average over the batch or its tokens, or ``"sum"``
             (default: ``"mean"``).
-        batch_dim (int or dict): the dimension of the samples, for the whole model or by module name; None for a module
-            without one (default: 0).
-        sample_index (callable): where samples have unlike numbers of rows, as the nodes and edges of graphs or packed
-            sequences: a function of the model's inputs that returns the sample of each row, counted from 0, as a tensor
-            [rows], or several such tensors. A layer whose input has as many rows in its batch dimension goes by it. It
-            is called on refresh steps (default: None).
-        seed (int): of the sub-samples and sketches (default: 0).
-        process_group (ProcessGroup): the ranks that train the model together and average its gradients; of a
-            DistributedDataParallel model its own (default: None).
-        distribution (str): of replicated parameters, as with DistributedDataParallel. ``"communication"``: each inverse
-            is found by one rank and sent to all at a refresh; steps send nothing. ``"memory"``: that rank alone keeps
-            the curvature, and sends the direction in every step. Sharded parameters always go by owners
-            (default: ``"communication"``).
+        batch_dim (int or dict): the dimension of the samples, for the whole model or by module name; None in the dict
+            means that the module has no samples (default: 0).
+        sample_index (callable): for samples with different numbers of rows, as the nodes and edges of graphs or packed
+            sequences. Takes the model's inputs. Returns the sample of each row, counted from 0, as a tensor [rows], or
+            several such tensors for layers with different numbers of rows. It is called on refresh steps
+            (default: None).
+        seed (int): seed of ``samples`` and ``sketch`` (default: 0).
+        process_group (ProcessGroup): the ranks that train the model together and average its gradients. Taken from the
+            model if that is a DistributedDataParallel (default: None).
+        distribution (str): how ranks share the work on replicated parameters. ``"communication"``: one rank inverts a
+            matrix and sends the inverse to all at a refresh; steps send nothing. ``"memory"``: one rank stores the
+            curvature of a matrix and sends its direction in every step. Of sharded parameters and sparse gradients the
+            form is fixed (default: ``"communication"``).
     """
 
     _hinted = False  # has the hint been given that the module would bring per-sample curvature?
@@ -174,7 +177,7 @@ class NGPlus(BaseOptimizer):
         """The owner of a matrix computes its inverse and sends it to all ranks."""
         if not isinstance(distributor, ReplicatedDistributor):
             return
-        shared = [matrix for matrix in matrices if not distributor.is_remote(matrix)]
+        shared = [matrix for matrix in matrices if not distributor.kept_by_owner_only(matrix)]
         found: list[StateEntries | None] = []
         for matrix in shared:
             due.discard(id(matrix))
@@ -183,9 +186,9 @@ class NGPlus(BaseOptimizer):
             own = self._preconditioner(matrix, self._group(matrix), self.state[matrix.params[0]])
             own.state["refreshed"] = self._refresh_key(matrix)
             gathered = collector.take(matrix)  # with sums at the owner; with a moving average, at all ranks
-            status = RefreshStatus(climb=True)
+            status = RefreshStatus(may_wait=True)
             latest = None
-            if gathered is not None and gathered.total is not None:
+            if gathered is not None and gathered.product_sum is not None:
                 latest = own.estimate(None, gathered, status)
             seed, owned = seed_of(own.group), distributor.owns(matrix)
             found.append(entries_to_send(latest, own.state, own.group, seed, status) if owned else None)

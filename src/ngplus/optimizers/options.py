@@ -20,7 +20,7 @@ CHOICES = {
 
 
 def check_learning_rate(options: Mapping[str, Any]) -> None:
-    """Of the options that all optimizers have: lr, weight_decay, maximize, update_every."""
+    """Checks the options that all optimizers have: lr, weight_decay, maximize, update_every."""
     lr = options["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
@@ -31,7 +31,7 @@ def check_learning_rate(options: Mapping[str, Any]) -> None:
 
 
 def check_momentum(options: Mapping[str, Any]) -> None:
-    """Of the options of torch.optim.SGD, and of how the loss is averaged."""
+    """Checks the options of torch.optim.SGD, and loss_reduction."""
     check_learning_rate(options)
     number("momentum", options["momentum"])
     _boolean("nesterov", options["nesterov"])
@@ -44,7 +44,7 @@ def check_momentum(options: Mapping[str, Any]) -> None:
 
 
 def check_samples(options: Mapping[str, Any]) -> None:
-    """Of a random sub-sample and its seed."""
+    """Checks samples and seed."""
     whole("seed", options["seed"], least=None)
     samples = options["samples"]
     if isinstance(samples, float):
@@ -55,7 +55,7 @@ def check_samples(options: Mapping[str, Any]) -> None:
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Of NGPlus. Raises ValueError, with the name and the value, for the first option that does not make sense."""
+    """Checks the options of NGPlus. Raises ValueError, with the name and the value, for the first invalid one."""
     check_momentum(options)
     if options["damping"] != "auto":
         number("damping", options["damping"], hint=' (a number of 0 or more, or "auto")')

@@ -11,7 +11,7 @@ from torch import nn
 from ngplus.diagnostics.health import Health
 from ngplus.diagnostics.plan import Plan
 from ngplus.optimizers.ngplus import NGPlus
-from ngplus.preconditioners.curvature import Curvature
+from ngplus.preconditioners.ngplus_curvature import Curvature
 
 
 class Preconditioner:

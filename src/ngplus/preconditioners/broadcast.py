@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.distributed.collectives import ReplicatedDistributor, pack, unpack
-from ngplus.preconditioners import curvature as curvatures
-from ngplus.preconditioners.curvature import CurvatureEstimate, StateEntries
+from ngplus.preconditioners import ngplus_curvature as curvatures
+from ngplus.preconditioners.ngplus_curvature import CurvatureEstimate, StateEntries
 from ngplus.utils.finite import RefreshStatus
 from ngplus.utils.typing import Group, State
 

@@ -9,10 +9,10 @@ from ngplus.capture.collector import seed_of
 from ngplus.capture.loss_scale import captured_scale
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.distributed.collectives import Distributor
-from ngplus.preconditioners import curvature as curvatures
+from ngplus.preconditioners import ngplus_curvature as curvatures
 from ngplus.preconditioners.base import Direction, MatrixPreconditioner, MatrixUpdate
-from ngplus.preconditioners.curvature import CurvatureEstimate, StateEntries
 from ngplus.preconditioners.grafting import graft_length, with_length
+from ngplus.preconditioners.ngplus_curvature import CurvatureEstimate, StateEntries
 from ngplus.utils.finite import RefreshStatus
 from ngplus.utils.typing import Group, State
 
@@ -40,7 +40,7 @@ class InversePreconditioner(MatrixPreconditioner):
         """Ltilde_k of ``curvature="batch"``."""
         if self.group["curvature"] == "batch":
             estimate = curvatures.mini_batch(self.matrix, update.gradient, self.group, seed_of(self.group))
-            curvatures.online(self.state, estimate, self.group)
+            curvatures.accumulate_batches(self.state, estimate, self.group)
 
     def refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
         estimate = self.estimate(update.gradient, gathered, status)
@@ -65,7 +65,7 @@ class InversePreconditioner(MatrixPreconditioner):
         else:
             estimate = curvatures.per_sample(gathered, group, matrix.partition_of(group), captured_scale())
         bad = ~estimate.finite()
-        dropped = status.looks(bad)
+        dropped = status.read_flag(bad)
         if dropped is not False:
             status.add("dropped", bad)
             if dropped and self.fits():

@@ -1,8 +1,7 @@
-"""Numbers that are not fit for a step: found and put right where they lie, without the host waiting for a device.
+"""Finds values that are not finite and replaces them, without synchronisation with a device.
 
-Tensors only. A flag is a boolean tensor beside the numbers that it tells about. What lies in the host's own memory can
-be looked at for nothing; on an accelerator a look would wait for everything that was queued, so there both outcomes are
-worked out and the flag chooses between them.
+A flag is a boolean tensor. On the CPU the host reads it. On an accelerator both results are computed, and torch.where
+selects one by the flag.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from torch import Tensor
 # The longest step that is taken: below it, finite parameters stay finite (a number near the end of float32's range does
 # not change by adding it), and its square is finite, too.
 LONGEST_STEP = 1e18
-LARGE = 2**15  # with so many numbers, a tensor is worth a call of its own
-SEEN = ("cpu",)  # where numbers lie in the host's own memory
+LARGE = 2**15  # entries of a tensor whose norm is computed by a call of its own
+SEEN = ("cpu",)  # devices whose memory the host reads without waiting
 
 
 def read_if_on_host(flag: Tensor) -> Any:
-    """A flag as a bool, several as a list of them; None where the host would have to wait for them."""
+    """A flag as a bool, several as a list; None where the host would have to wait for the device."""
     if torch.compiler.is_compiling():  # a graph has no numbers to look at
         return None
     return flag.tolist() if flag.device.type in SEEN else None
@@ -36,7 +35,7 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
     """The norms of tensors that may be sparse, half precision, or on several devices: [n], on the first one's.
 
-    Of a sparse one those of its entries as they are: equal ones are not added up, which takes longer than all else.
+    That of a sparse tensor is the norm of its values; values of the same index are not added up, which would be slow.
     """
     dense = [t._values() if t.is_sparse else t for t in tensors]
     if len({(t.dtype, t.device) for t in dense}) == 1 and dense[0].dtype in (torch.float32, torch.float64):
@@ -81,9 +80,9 @@ def zero_where(bad: Tensor, tensors: Sequence[Tensor]) -> None:
 
 @dataclass
 class RefreshStatus:
-    """What a refresh of one matrix has met. ``climb``: the host may look at flags, since the last one failed."""
+    """The faults of one refresh of a matrix. ``may_wait``: the host may read flags even if it has to wait for them."""
 
-    climb: bool = False
+    may_wait: bool = False
     dropped: Tensor | None = None  # L is not finite
     retried: Tensor | None = None  # it did not factorise at once
     plain: Tensor | None = None  # nor with more damping, nor in float64: the plain gradient step
@@ -92,15 +91,16 @@ class RefreshStatus:
         held = getattr(self, kind)
         setattr(self, kind, flag if held is None else held | flag)
 
-    def looks(self, flag: Tensor) -> bool | None:
-        """The flag, where the host may see it: for nothing, or because this matrix needs its help."""
+    def read_flag(self, flag: Tensor) -> bool | None:
+        """The flag, if it is on the host or ``may_wait`` is set; else None."""
         seen = read_if_on_host(flag)
-        return bool(flag) if seen is None and self.climb else seen
+        return bool(flag) if seen is None and self.may_wait else seen
 
     @property
     def unsolved(self) -> Tensor | None:
-        """Does the new state not stand for this refresh's L? Known to the device only."""
-        flags = [self.dropped, None if self.climb else self.retried]
+        """A flag on the device: the refresh has failed, and the state before it is to be restored. None if the host
+        knows."""
+        flags = [self.dropped, None if self.may_wait else self.retried]
         lazy = [flag for flag in flags if flag is not None and read_if_on_host(flag) is None]
         return torch.stack(lazy).any() if lazy else None
 

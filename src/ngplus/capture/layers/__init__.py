@@ -1,9 +1,11 @@
 """A rule for each layer type, in a registry that users can extend: ``base.py`` has the contract of a rule."""
 
+from ngplus.capture.batch import Batch
 from ngplus.capture.layers.attention import MultiheadAttentionRule
 from ngplus.capture.layers.base import LayerRule, NotPerSample, register_layer, rule_for
 from ngplus.capture.layers.conv import ConvRule, ConvTransposeRule
 from ngplus.capture.layers.embedding import EmbeddingBagRule, EmbeddingRule
+from ngplus.capture.layers.hooks import Watcher
 from ngplus.capture.layers.layout import Layout, MatrixSpec
 from ngplus.capture.layers.linear import LinearRule, TransposedLinearRule, linear_factors
 from ngplus.capture.layers.norm import (
@@ -15,8 +17,6 @@ from ngplus.capture.layers.norm import (
     RMSNormRule,
 )
 from ngplus.capture.layers.vmap import UnknownModuleRule
-from ngplus.capture.layers.watcher import Watcher
-from ngplus.capture.samples import Batch
 
 __all__ = [
     "Batch", "BatchNormRule", "ConvRule", "ConvTransposeRule", "EmbeddingBagRule", "EmbeddingRule", "GroupNormRule",

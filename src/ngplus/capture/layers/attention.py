@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ngplus.capture.batch import Batch
 from ngplus.capture.layers.base import Active, Build, Inputs, LayerRule, has_own_forward, register_layer
+from ngplus.capture.layers.hooks import Watcher
 from ngplus.capture.layers.layout import MatrixSpec
 from ngplus.capture.layers.linear import linear_factors
-from ngplus.capture.layers.watcher import Watcher
-from ngplus.capture.samples import Batch
 from ngplus.fisher.factors import Factors, Outer
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)

@@ -18,7 +18,7 @@ Linear(3, 2) on 5 tokens, [8, 5, 3]       [1, 8, 5, 2]              [1, 8, 5, 3 
 Conv2d(4, 6, 3, groups=2) on [8, 4, 7, 7] [2, 8, 25, 3]             [2, 8, 25, 2 * 9 + 1]   3 x 19
 ========================================= ========================= ======================= =======
 
-Samples that were flattened into the batch dimension become positions: :class:`~ngplus.capture.samples.Batch` reshapes a
+Samples that were flattened into the batch dimension become positions: :class:`~ngplus.capture.batch.Batch` reshapes a
 tensor to [samples, positions, features]. The left side, L = 1/S sum_i G_i G_i^T, is m x m. The right side, R, is n x n.
 """
 
@@ -31,12 +31,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ngplus.capture.batch import Batch
 from ngplus.capture.layers.layout import MatrixSpec
-from ngplus.capture.samples import Batch
 from ngplus.fisher.factors import Factors
 
 if TYPE_CHECKING:
-    from ngplus.capture.layers.watcher import Watcher
+    from ngplus.capture.layers.hooks import Watcher
 
 Inputs = tuple[Tensor | None, ...]  # the tensors of a forward call that a rule needs; None for an absent one
 Active = tuple[bool, ...]  # for each name of a MatrixSpec: does the parameter require gradients?

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ngplus.capture.batch import Batch
 from ngplus.capture.layers.base import Active, Inputs, LayerRule, register_layer
 from ngplus.capture.layers.layout import MatrixSpec
-from ngplus.capture.samples import Batch
 from ngplus.fisher.factors import Factors, Outer
 
 # Multiplications a sample above which one call of torch's own convolution for each sample is faster than unfolding:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ngplus.capture.batch import Batch
 from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample, register_layer
 from ngplus.capture.layers.layout import MatrixSpec
-from ngplus.capture.samples import Batch
 from ngplus.fisher.factors import Bags, Factors, Lookup, as_lookup, tensor_version
 
 

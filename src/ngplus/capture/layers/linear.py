@@ -7,9 +7,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ngplus.capture.batch import Batch
 from ngplus.capture.layers.base import Active, Inputs, LayerRule, register_layer
 from ngplus.capture.layers.layout import MatrixSpec
-from ngplus.capture.samples import Batch
 from ngplus.fisher.factors import Factors, Outer, Segments
 
 # Samples of different sizes are padded with zeros if the largest has fewer entries than this. Otherwise each sample has

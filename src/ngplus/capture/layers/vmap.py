@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
+from ngplus.capture.batch import Batch
 from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample
+from ngplus.capture.layers.hooks import Watcher
 from ngplus.capture.layers.layout import Layout, MatrixSpec, kind_of
-from ngplus.capture.layers.watcher import Watcher
-from ngplus.capture.samples import Batch
 from ngplus.fisher.factors import Factors, Rows
 
 

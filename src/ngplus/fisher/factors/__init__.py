@@ -17,10 +17,10 @@ Joined     the sum of several of the above, same samples        tied weights, mo
 """
 
 from ngplus.fisher.factors.base import Factors, LazyFactor, tensor_version, wide
-from ngplus.fisher.factors.dense import Outer, Rows, gram_root, outer_costs
-from ngplus.fisher.factors.joined import Joined, join, widen
+from ngplus.fisher.factors.outer import Outer, Rows, gram_root, outer_costs
 from ngplus.fisher.factors.ragged import Segments
 from ngplus.fisher.factors.tables import Bags, Lookup, as_lookup
+from ngplus.fisher.factors.tied import Joined, join, widen
 
 __all__ = [
     "Bags", "Factors", "Joined", "LazyFactor", "Lookup", "Outer", "Rows", "Segments",

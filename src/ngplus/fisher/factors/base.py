@@ -76,7 +76,7 @@ class Factors:
         """Whether a factor is float16 or bfloat16."""
         return any(isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16) for x in vars(self).values())
 
-    def total(self, dtype: torch.dtype) -> Tensor:
+    def gradient_sum(self, dtype: torch.dtype) -> Tensor:
         """sum_i G_i, [groups, m, n]."""
         return self.gradients(slice(None), dtype).sum(1)
 
@@ -90,7 +90,7 @@ class Factors:
         tall = gradients.flatten(1, 2)
         return tall, tall
 
-    def root(self, side: str, samples: Samples, dtype: torch.dtype) -> Tensor:
+    def low_rank(self, side: str, samples: Samples, dtype: torch.dtype) -> Tensor:
         """U, [groups, d, r], with U U^T the sum over these samples."""
         return self.pair(side, "explicit", samples, None, dtype)[0].mT
 

@@ -38,7 +38,7 @@ class Segments(Factors):
     def gradients(self, samples: Samples, dtype: torch.dtype) -> Tensor:
         return torch.stack([left.mT @ right for left, right in self._each(samples, dtype)])[None]
 
-    def total(self, dtype: torch.dtype) -> Tensor:
+    def gradient_sum(self, dtype: torch.dtype) -> Tensor:
         return (self.left.to(dtype).mT @ self.right.to(dtype))[None]
 
     def pair(self, side: str, form: str, samples: Samples, sketch: Sketch | None, dtype: torch.dtype) -> Pair:

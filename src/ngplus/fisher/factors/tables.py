@@ -36,7 +36,7 @@ class Lookup(Factors):
         out = values.new_zeros(len(values), self.rows, self.cols)
         return out.scatter_add_(1, index[..., None].expand_as(values), values)[None]
 
-    def total(self, dtype: torch.dtype) -> Tensor:
+    def gradient_sum(self, dtype: torch.dtype) -> Tensor:
         out = self.values.new_zeros(self.rows, self.cols, dtype=dtype)
         return out.index_add_(0, self.index.flatten(), self.values.flatten(0, 1).to(dtype))[None]
 
@@ -98,12 +98,12 @@ class Bags(Factors):
         grads = self.grads[samples].to(dtype)
         return grads[None], (self._lengths(dtype)[samples][:, None] * grads)[None]
 
-    def root(self, side: str, samples: Samples, dtype: torch.dtype) -> Tensor:
+    def low_rank(self, side: str, samples: Samples, dtype: torch.dtype) -> Tensor:
         if side == "left":
-            return super().root(side, samples, dtype)
+            return super().low_rank(side, samples, dtype)
         return (self._lengths(dtype)[samples].sqrt()[:, None] * self.grads[samples].to(dtype))[None].mT
 
-    def total(self, dtype: torch.dtype) -> Tensor:
+    def gradient_sum(self, dtype: torch.dtype) -> Tensor:
         out = self.grads.new_zeros(self.rows, self.cols, dtype=dtype)
         return out.index_add_(0, self.index, (self.weight[:, None] * self.grads[self.sample]).to(dtype))[None]
 

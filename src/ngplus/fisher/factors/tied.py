@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ngplus.fisher.factors.base import Factors, Pair, Samples, take
-from ngplus.fisher.factors.dense import Outer, Rows, gram_root
+from ngplus.fisher.factors.outer import Outer, Rows, gram_root
 from ngplus.fisher.factors.ragged import Segments
 from ngplus.fisher.factors.tables import Bags, Lookup
 from ngplus.fisher.sketch import Sketch
@@ -38,8 +38,8 @@ class Joined(Factors):
     def half_precision(self) -> bool:
         return any(use.half_precision for use in self.uses)
 
-    def total(self, dtype: torch.dtype) -> Tensor:
-        return torch.stack([use.total(dtype) for use in self.uses]).sum(0)
+    def gradient_sum(self, dtype: torch.dtype) -> Tensor:
+        return torch.stack([use.gradient_sum(dtype) for use in self.uses]).sum(0)
 
     def pair(self, side: str, form: str, samples: Samples, sketch: Sketch | None, dtype: torch.dtype) -> Pair:
         if form != "gram":
@@ -48,9 +48,9 @@ class Joined(Factors):
         curved, gram = self._curved_and_gram(side, samples, dtype)
         return curved.flatten(1, 2), (gram @ curved).flatten(1, 2)
 
-    def root(self, side: str, samples: Samples, dtype: torch.dtype) -> Tensor:
+    def low_rank(self, side: str, samples: Samples, dtype: torch.dtype) -> Tensor:
         if "gram" not in self.costs(side, 1, 1):
-            return super().root(side, samples, dtype)
+            return super().low_rank(side, samples, dtype)
         curved, gram = self._curved_and_gram(side, samples, dtype)
         return (gram_root(gram) @ curved).flatten(1, 2).mT
 

@@ -48,14 +48,14 @@ MAX_RMS = 0.3  # of a direction: usually 0.1 to 0.3, but larger where gradients 
 WHOLE = 160  # rows of a side that is one block
 BLOCK = 128  # rows of a block of a longer side, at most
 KERNEL_BLOCK = 144  # columns of a block of a convolution's inputs, at most: whole channels
-LONG, LONGER = 640, 5  # a side of more rows than that, and of so many times the other one's, has a diagonal L or R
+DIAGONAL_ABOVE, DIAGONAL_RATIO = 640, 5  # a side above 640 that is at least 5 times the other one has a diagonal L or R
 
 
 def block_size(length: int, other: int, unit: int = 1) -> int:
     """Rows of a block of a side. Blocks of a convolution's inputs hold whole channels of ``unit`` columns."""
     if length <= WHOLE:
         return length
-    if length > LONG and length >= LONGER * other:
+    if length > DIAGONAL_ABOVE and length >= DIAGONAL_RATIO * other:
         return 1
     units = length // unit
     blocks = ceil(units / max(1, (BLOCK if unit == 1 else KERNEL_BLOCK) // unit))
@@ -161,7 +161,7 @@ class RootsPreconditioner(AveragingPreconditioner):
     def refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
         """Makes the roots of L and R anew."""
         state, (groups, m, n) = self.state, self.state["exp_avg"].shape
-        status.climb = True  # a failed eigendecomposition raises on the host
+        status.may_wait = True  # a failed eigendecomposition raises on the host
         left, right = (state[key] / (1 - self.group["betas"][1] ** state["step"]) for key in ("left", "right"))
         trace = left.diagonal(dim1=-2, dim2=-1).reshape(groups, -1).sum(1).clamp_min(FLOOR)
         damping = damping_at(state["step"])
@@ -199,7 +199,7 @@ class RowsPreconditioner(AveragingPreconditioner):
         self.state["right"].lerp_(mean, 1 - self.group["betas"][1])
 
     def refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
-        status.climb = True
+        status.may_wait = True
         right = self.state["right"] / (1 - self.group["betas"][1] ** self.state["step"])
         trace = right.diagonal(dim1=-2, dim2=-1).sum()[None].clamp_min(FLOOR)
         damping = damping_at(self.state["step"]) / self.matrix.layout.cols

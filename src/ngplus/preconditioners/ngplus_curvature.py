@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ngplus.capture.accumulator import Accumulator, keeps_root
+from ngplus.capture.accumulator import Accumulator, keeps_low_rank
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.fisher import inverses
 from ngplus.fisher.blocks import BlockPartition
@@ -62,17 +62,17 @@ class CurvatureEstimate:
     """L (or R) of one refresh, divided by its number of samples: as it is, or as U with L = U U^T."""
 
     matrices: list[Tensor] | None
-    roots: list[Tensor] | None = None
+    low_rank: list[Tensor] | None = None
 
     def dense(self) -> list[Tensor]:
         if self.matrices is not None:
             return self.matrices
-        assert self.roots is not None
-        return [root @ root.mT for root in self.roots]
+        assert self.low_rank is not None
+        return [u @ u.mT for u in self.low_rank]
 
     def finite(self) -> Tensor:
         """One flag: L is finite, which U alone does not say."""
-        return all_finite(self.matrices or [root.square() for root in self.roots or []])
+        return all_finite(self.matrices or [u.square() for u in self.low_rank or []])
 
     def zero_where(self, bad: Tensor) -> CurvatureEstimate:
         """The same form; zeros where the flag is set."""
@@ -80,7 +80,7 @@ class CurvatureEstimate:
         def chosen(stacks: list[Tensor] | None) -> list[Tensor] | None:
             return None if stacks is None else [stack.masked_fill(bad, 0) for stack in stacks]
 
-        return CurvatureEstimate(chosen(self.matrices), chosen(self.roots))
+        return CurvatureEstimate(chosen(self.matrices), chosen(self.low_rank))
 
 
 def per_sample(
@@ -95,12 +95,11 @@ def per_sample(
     """
     scale = (gathered.samples if group["loss_reduction"] == "mean" else 1) / gathered.ranks / grad_scale
     weight = scale * scale / gathered.used
-    if gathered.roots and gathered.total is None:
-        weight_root = weight**0.5
-        roots = [torch.cat(stack, dim=-1) * weight_root for stack in zip(*gathered.roots, strict=True)]
-        if keeps_root(group, roots[0].shape[-1], partition.size):
-            return CurvatureEstimate(None, roots)
-        return CurvatureEstimate([root @ root.mT for root in roots])
+    if gathered.low_rank and gathered.product_sum is None:
+        factors = [torch.cat(stack, dim=-1) * weight**0.5 for stack in zip(*gathered.low_rank, strict=True)]  # U
+        if keeps_low_rank(group, factors[0].shape[-1], partition.size):
+            return CurvatureEstimate(None, factors)
+        return CurvatureEstimate([u @ u.mT for u in factors])
     total = gathered.products()
     assert total is not None
     return CurvatureEstimate([stack * weight for stack in total])
@@ -136,7 +135,7 @@ def average(state: State, estimate: CurvatureEstimate, group: Group) -> Curvatur
     return CurvatureEstimate(matrices)
 
 
-def online(state: State, estimate: CurvatureEstimate, group: Group) -> None:
+def accumulate_batches(state: State, estimate: CurvatureEstimate, group: Group) -> None:
     """Ltilde_k = beta Ltilde_(k-1) + gamma G_B G_B^T in every step, the first included, started from lambda_0 I."""
     matrices = estimate.dense()
     beta, gamma = group["beta"], group["gamma"]
@@ -160,16 +159,18 @@ def damping_of(group: Group, diagonals: Sequence[Tensor]) -> Tensor:
 
 def invert(estimate: CurvatureEstimate, group: Group, seed: int, status: RefreshStatus | None = None) -> StateEntries:
     """The dense inverse of lambda I + L, or U and the core of Woodbury's identity."""
-    if estimate.roots is None:
+    if estimate.low_rank is None:
         matrices = estimate.dense()
         damping = damping_of(group, [m.diagonal(dim1=-2, dim2=-1) for m in matrices])
         return {"damping": damping, "inverse": [inverses.dense_inverse(m, damping, status) for m in matrices]}
-    damping = damping_of(group, [root.square().sum(-1) for root in estimate.roots])
+    damping = damping_of(group, [u.square().sum(-1) for u in estimate.low_rank])
     if group["solver"] == "sketched":
-        cores = [inverses.sketched_core(root, damping, _sketch(group, root, seed), status) for root in estimate.roots]
-        return {"damping": damping, "factor": estimate.roots, "core": cores, "sketch_seed": seed}
-    cores = [inverses.woodbury_core(root, damping, status) for root in estimate.roots]
-    return {"damping": damping, "factor": estimate.roots, "core": cores}
+        cores = [
+            inverses.sketched_core(root, damping, _sketch(group, root, seed), status) for root in estimate.low_rank
+        ]
+        return {"damping": damping, "factor": estimate.low_rank, "core": cores, "sketch_seed": seed}
+    cores = [inverses.woodbury_core(u, damping, status) for u in estimate.low_rank]
+    return {"damping": damping, "factor": estimate.low_rank, "core": cores}
 
 
 def install(state: State, new: StateEntries) -> None:

@@ -1,4 +1,4 @@
-"""The gradients of a step as matrices, their norms, on which ranks agree."""
+"""The gradients of a step as matrices, and their norms, on which ranks agree."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def refuse_sparse_decay(matrix: ParameterMatrix, group: Mapping[str, Any]) -> No
 
 
 def gradient_norms(matrices: Iterable[ParameterMatrix]) -> tuple[list[str], Tensor]:
-    """The names of the parameters that have gradients, and the norms of these. One that is finite says that every
-    entry is, and its square as well."""
+    """The names of the parameters that have gradients, and the norms of the gradients. A finite norm implies that all
+    entries and their squares are finite."""
     grads = [(name, p.grad) for m in matrices for name, p in zip(m.names, m.params, strict=True) if p.grad is not None]
     if not grads:
         return [], torch.zeros(0)
@@ -56,9 +56,9 @@ def gradient_norms(matrices: Iterable[ParameterMatrix]) -> tuple[list[str], Tens
 
 
 def agree(distributor: Distributor) -> tuple[list[ParameterMatrix], list[str], Tensor]:
-    """The matrices of a team for which any rank has a gradient, and the names and norms, the same on all ranks.
+    """The matrices of a distributor for which any rank has a gradient, and the names and norms, equal on all ranks.
 
-    What one rank has to skip all skip, so that none waits for it.
+    All ranks skip the same steps, so that none waits for another.
     """
     rows = [(name, p) for m in distributor.matrices for name, p in zip(m.names, m.params, strict=True)]
     table = torch.zeros(len(rows), 2, dtype=torch.float64)

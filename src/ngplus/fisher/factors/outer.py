@@ -10,7 +10,7 @@ from torch import Tensor
 from ngplus.fisher.factors.base import Factor, Factors, Pair, Samples, take
 from ngplus.fisher.sketch import Sketch
 
-CHUNK = 2**22  # entries that ``Outer.total`` computes at a time
+CHUNK = 2**22  # entries that ``Outer.gradient_sum`` computes at a time
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Outer(Factors):
     def gradients(self, samples: Samples, dtype: torch.dtype) -> Tensor:
         return take(self.left, samples).to(dtype).mT @ self.dense_right(samples).to(dtype)
 
-    def total(self, dtype: torch.dtype) -> Tensor:
+    def gradient_sum(self, dtype: torch.dtype) -> Tensor:
         if isinstance(self.right, Tensor):
             left, right = take(self.left, slice(None)).to(dtype), self.dense_right(slice(None)).to(dtype)
             return left.flatten(1, 2).mT @ right.flatten(1, 2)
@@ -87,7 +87,7 @@ class Outer(Factors):
         tall = tall.flatten(1, 2)
         return tall, tall
 
-    def root(self, side: str, samples: Samples, dtype: torch.dtype) -> Tensor:
+    def low_rank(self, side: str, samples: Samples, dtype: torch.dtype) -> Tensor:
         if self.positions > 1 and self.curved_and_other(side)[1] <= self.positions:
             return self.pair(side, "explicit", samples, None, dtype)[0].mT
         curved = self._curved(side, samples, dtype)
