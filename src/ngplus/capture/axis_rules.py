@@ -458,9 +458,9 @@ def embedding_bag(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any],
     offsets = argument(args, kwargs, 2, "offsets")
     if offsets is None:
         return tracker.of(argument(args, kwargs, 0, "input"))
-    axis = tracker.of(offsets)
-    size = next(tensors(out)).shape[0]  # with include_last_offset there is one offset more
-    return axis if isinstance(axis, SampleAxis) or size != tracker.samples else ...
+    if argument(args, kwargs, 9, "include_last_offset") and len(offsets) == tracker.samples + 1:
+        return SampleAxis(0)
+    return tracker.of(offsets)
 
 
 @rule("embedding gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell")

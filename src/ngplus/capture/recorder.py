@@ -69,7 +69,6 @@ class Recorder:
         self._sink = sink
         self._on_forward, self._on_gradients, self._on_backward = on_forward, on_gradients, on_backward
         self._dims = sample_dims(model, batch_dim)
-        self._model_dim = self._dims.get(model, 0)
         self._given_dims = modules_with_given_dim(model, batch_dim)
         self._sample_index = SampleIndexReader(sample_index)
         self._matrices = list({id(use.matrix): use.matrix for use in uses}.values())
@@ -83,9 +82,13 @@ class Recorder:
         self._calls: weakref.WeakKeyDictionary[ForwardCall, None] = weakref.WeakKeyDictionary()  # in their order
         self._graph_task = -1  # the outermost backward pass in progress
         self._task_call: ForwardCall | None = None  # the first call that took part in it
+        self._task_uses: dict[int, ForwardCall] = {}  # the first call that used each matrix, by its id
+        self._task_matrices: dict[int, ParameterMatrix] = {}
+        self._task_samples: set[int | None] = set()  # of all calls that took part in it
         self._ready: dict[int, list[tuple[ForwardCall, Factors]]] = {}  # by id of the matrix
         self._retained: list[PendingGradient] = []  # arrived in passes that retained their graph
         self._handles: list[Any] = []
+        self._entries = _entry_modules(model, {use.module for use in uses})
         self._register_hooks(model, uses)
         self._finalizer = weakref.finalize(self, _remove, self._handles)
         self.uncompiled = uncompiled()  # cannot be made while a graph is traced
@@ -99,10 +102,11 @@ class Recorder:
             self._handles += rule.watch(module, Watcher(this, of_module))
 
         before, after = weak_method(self._before_forward), weak_method(self._after_forward)
-        self._handles += [
-            model.register_forward_pre_hook(Hook(this, before), with_kwargs=True, prepend=True),
-            model.register_forward_hook(Hook(this, after), always_call=True),
-        ]
+        for module in self._entries:  # the samples of a call are those of the inputs of its outermost module
+            self._handles += [
+                module.register_forward_pre_hook(Hook(this, before), with_kwargs=True, prepend=True),
+                module.register_forward_hook(Hook(this, after), always_call=True),
+            ]
         self.compiled_calls = CompiledCalls(
             [model, *(use.module for use in uses)], this, lambda function: Hook(this, function), self._handles
         )
@@ -180,22 +184,22 @@ class Recorder:
             return
         ragged = self._sample_index.read(args, kwargs) if self.listening() else {}
         call = self._call = self._new_call()
-        self._sample_count = SampleCount((args, kwargs), self._model_dim)
+        dim = self._dims.get(model, 0)
+        self._sample_count = SampleCount((args, kwargs), dim)
         call.ragged = ragged
         call.samples = call.samples_from_inputs = self._sample_count.from_inputs
         if ragged:
             call.samples = next(iter(ragged.values())).samples
-        elif self.listening() and self._model_dim is not None:
-            sizes = self._sample_count.candidates
-            call.trackers = [SampleTracker(size, (args, kwargs), self._model_dim) for size in sizes]
+        elif self.listening() and dim is not None:
+            call.trackers = [SampleTracker(size, (args, kwargs), dim) for size in self._sample_count.candidates]
             for tracker in call.trackers:
                 tracker.start()
 
     def _is_nested_call(self) -> bool:
-        """Is the call that begins inside of another call of the model?"""
-        frame, model, found = inspect.currentframe(), self._model(), 0
+        """Is the call that begins inside of another call of the model, or of a part of it?"""
+        frame, found = inspect.currentframe(), 0
         while frame is not None:
-            if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is model:
+            if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in self._entries:
                 found += 1
             frame = frame.f_back
         return found > 1
@@ -325,6 +329,7 @@ class Recorder:
             self._task_call = call
         else:
             call.join(self._task_call)
+        self._check_calls(matrix, call)
         grad = grad.detach()
         call.retained = call.retained or torch._C._autograd._get_current_graph_task_keep_graph()
         if call.retained:
@@ -337,6 +342,17 @@ class Recorder:
         self._make_ready(pending)
         if last:
             self._flush(matrix)
+
+    def _check_calls(self, matrix: ParameterMatrix, call: ForwardCall) -> None:
+        """Are the samples of all calls that take part in this backward pass the same?"""
+        first = self._task_uses.setdefault(id(matrix), call)
+        if first is not call:
+            matrix.fall_back_at_step("several calls of its module take part in one backward pass")
+        self._task_matrices[id(matrix)] = matrix
+        self._task_samples.add(call.samples)
+        if len(self._task_samples) > 1:
+            for other in self._task_matrices.values():
+                other.fall_back_at_step("calls with different numbers of samples take part in one backward pass")
 
     def _make_ready(self, pending: PendingGradient) -> None:
         matrix, call = pending.use.matrix, pending.call
@@ -382,10 +398,24 @@ class Recorder:
     def _leave_backward(self) -> None:
         """Passes on what has arrived. Uses that this pass did not reach are not waited for."""
         self._graph_task, self._task_call = -1, None
+        self._task_uses.clear()
+        self._task_matrices.clear()
+        self._task_samples.clear()
         self._flush_all()
         if self._on_backward is not None:
             with torch.no_grad():
                 self._on_backward()
+
+
+def _entry_modules(model: nn.Module, watched: set[nn.Module]) -> dict[nn.Module, None]:
+    """The model and its children with watched modules, which may be called by themselves."""
+    entries = {model: None}
+    for child in model.children():
+        if any(module in watched for module in child.modules()):
+            entries |= (
+                _entry_modules(child, watched) if isinstance(child, nn.ModuleList | nn.ModuleDict) else {child: None}
+            )
+    return entries
 
 
 def _batch(tracker: SampleTracker, x: Tensor) -> Batch | str:

@@ -44,19 +44,21 @@ class SampleTracker(TorchFunctionMode):
 
     def start(self) -> None:
         """Begins to follow the functions that this thread calls."""
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """Ends that. If a mode that was entered later is still active, this one only becomes idle."""
         self.active = False
         if _get_current_function_mode() is self:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.__exit__(None, None, None)
 
     def of(self, x: Any) -> Location:
         """Returns where the samples of a tensor are."""
         if not isinstance(x, Tensor):
             return None
         location = self._locations.get(x)
+        if location is None and hasattr(x, "plain"):  # a subclass of ours around it
+            return self._locations.get(x.plain)
         if location is None and is_dtensor(x):  # made of a local tensor, which no torch function does
             location = self._locations.get(x._local_tensor)  # type: ignore[attr-defined]
             return location if self._fits(x, location) else None

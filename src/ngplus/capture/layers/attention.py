@@ -54,7 +54,9 @@ class MultiheadAttentionRule(LayerRule):
     def watch(self, module: Any, watcher: Watcher) -> list[Any]:
         def before(module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             specs = self.matrices(module)
-            if not any(watcher.recording(i) for i in range(len(specs))):
+            if not any([watcher.recording(i) for i in range(len(specs))]):
+                for i in range(len(specs)):
+                    watcher.note_samples(i, args[0] if args else kwargs.get("query"))
                 return None
             for i, spec in enumerate(specs):
                 if module._backward_hooks or module._backward_pre_hooks:

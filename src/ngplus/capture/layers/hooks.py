@@ -71,6 +71,12 @@ class Watcher:
         recorder, use = self._recorder(), self._uses.get(matrix)
         return recorder is not None and use is not None and recorder.recording(use.matrix)
 
+    def note_samples(self, matrix: int, output: Any) -> None:
+        """Remembers where the samples of an output are, if it is made under no_grad and will be made again."""
+        recorder, use = self._recorder(), self._uses.get(matrix)
+        if recorder is not None and use is not None:
+            recorder.note_samples(use, output)
+
     def refuse(self, matrix: int, reason: str) -> None:
         """Makes the matrix use mini-batch curvature."""
         if matrix in self._uses:
