@@ -86,6 +86,8 @@ class SampleCount:
     def with_output(self, output: Any) -> int | None:
         """Returns the number by inputs and output together; None if no tensor has the dimension."""
         expected = self.from_inputs
+        if len(self._input_sizes) == 1:
+            return expected
         output_sizes = [size for size, _ in self._sizes(output)]
         for size in self._input_sizes:
             if size in output_sizes:  # the batch is in both; masks, states and tables are not

@@ -27,6 +27,7 @@ class ForwardCall:
         self.samples: int | None = None
         self.samples_from_inputs: int | None = None  # the same before the output is known
         self.ragged: Mapping[int, Ragged] = {}  # from the user's sample_index
+        self.depth = 1  # of the module whose call this is
         self.trackers: list[SampleTracker] = []  # one for each number of samples that the inputs may have
         self.no_grad_batches: dict[tuple[int, torch.Size], Batches] = {}  # of those uses, by id and shape of the output
         self.waiting: Counter[int] = Counter()  # uses whose gradients have not arrived, by id of the matrix

@@ -176,20 +176,25 @@ class Recorder:
         self._depth += 1
         if self._depth == 1:
             self._thread = threading.get_ident()
-        if self._depth > 1 or _in_backward():
+        if self._call is not None or _in_backward():
             return
-        self._graph_task = -1
-        self._begin_training_call()
+        if self._depth == 1:
+            self._graph_task = -1
+            self._begin_training_call()
         if not self.armed:
             return
-        ragged = self._sample_index.read(args, kwargs) if self.listening() else {}
-        call = self._call = self._new_call()
-        dim = self._dims.get(model, 0)
+        whole, dim = model is self._model(), self._dims.get(model, 0)
+        ragged = self._sample_index.read(args, kwargs) if whole and self.listening() else {}
         self._sample_count = SampleCount((args, kwargs), dim)
-        call.ragged = ragged
+        if whole and not ragged and not self._sample_count.candidates:
+            return  # no tensors, as of an object of the user's: the inputs of its parts are read
+        call = self._call = self._new_call()
+        call.depth, call.ragged = self._depth, ragged
         call.samples = call.samples_from_inputs = self._sample_count.from_inputs
         if ragged:
             call.samples = next(iter(ragged.values())).samples
+        elif self._sample_index.given:
+            self._sample_index.note_part(self._model())
         elif self.listening() and dim is not None:
             call.trackers = [SampleTracker(size, (args, kwargs), dim) for size in self._sample_count.candidates]
             for tracker in call.trackers:
@@ -215,7 +220,7 @@ class Recorder:
         if self._depth == 0 or not torch.is_grad_enabled() or _in_functional_call():
             return
         self._depth -= 1
-        if self._depth or self._call is None:
+        if self._call is None or self._depth >= self._call.depth:
             return
         call = self._end_call()
         if call is not None and not call.ragged and self._sample_count is not None:
@@ -282,6 +287,11 @@ class Recorder:
         if dim is None or use.module in self._given_dims:
             return {size: Batch(dim, size, call.ragged) for size in {call.samples, *(t.samples for t in call.trackers)}}
         if call.ragged:
+            lengths = [x.shape[d] for d in {0, 1, dim} if d < x.dim()]
+            if not any(length in call.ragged for length in lengths):
+                return {
+                    call.samples: f"sample_index has no entries for its {x.shape[dim] if dim < x.dim() else 1} rows"
+                }
             return {call.samples: Batch(dim, call.samples, call.ragged)}
         if call is not self._call:
             return call.no_grad_batches.get((id(use), x.shape), OUTSIDE)
@@ -389,6 +399,7 @@ class Recorder:
         """Runs once for each outermost backward pass, before its first gradient is used."""
         if self._graph_task == -1:
             self._graph_task = torch._C._current_graph_task_id()
+            self._task_uses, self._task_matrices, self._task_samples = {}, {}, set()
             self._ready.clear()  # left by a pass that failed
             Variable._execution_engine.queue_callback(weak_method(self._leave_backward))
             if self._on_gradients is not None:
@@ -398,9 +409,6 @@ class Recorder:
     def _leave_backward(self) -> None:
         """Passes on what has arrived. Uses that this pass did not reach are not waited for."""
         self._graph_task, self._task_call = -1, None
-        self._task_uses.clear()
-        self._task_matrices.clear()
-        self._task_samples.clear()
         self._flush_all()
         if self._on_backward is not None:
             with torch.no_grad():

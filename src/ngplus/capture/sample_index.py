@@ -104,7 +104,7 @@ class SampleIndexReader:
     """Calls ``sample_index`` for each call of the model, and warns once if no layer could use what it returned."""
 
     def __init__(self, sample_index: SampleIndex | None) -> None:
-        self._sample_index = sample_index
+        self._sample_index, self.given = sample_index, sample_index is not None
         self._unread: list[Ragged] = []  # returned since the last step
         self._part = ""  # the class of a model of which a part was called directly
         self._done = sample_index is None  # warned already, or no warning is needed
@@ -132,11 +132,11 @@ class SampleIndexReader:
             found = " and of ".join(str(length) for length in sorted({len(ragged.index) for ragged in unread}))
             return (
                 f"sample_index returned {found} entries, but no layer's batch dimension has that length (see "
-                "batch_dim). Each row is treated as one sample"
+                "batch_dim). Mini-batch curvature is used"
             )
         if part:
             return (
                 f"sample_index is called with the inputs of the model, but a part of {part} was called by itself. "
-                "Each of its rows is treated as one sample"
+                "Mini-batch curvature is used for it"
             )
         return ""
