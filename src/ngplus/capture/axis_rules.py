@@ -94,25 +94,27 @@ def agreed(found: set[SampleAxis]) -> Any:
 
 
 @rule(
-    """abs abs_ acos alpha_dropout asin atan bernoulli bernoulli_ bfloat16 bitwise_not bool byte ceil ceil_ celu clamp
-    clamp_ clamp_max clamp_max_ clamp_min clamp_min_ clone conj contiguous cos cpu cuda data detach detach_ double dropout
-    dropout1d dropout2d dropout3d dropout_ elu elu_ empty_like erf erfc exp exp2 exp_ expm1 feature_dropout fill_ float
-    floor floor_ frac full_like gelu gelu_ half hardsigmoid hardswish hardswish_ hardtanh hardtanh_ int isfinite isinf
-    isnan leaky_relu leaky_relu_ log log1p log2 log_ logical_not logical_not_ logit logsigmoid long mish mish_ nan_to_num
-    nan_to_num_ neg neg_ negative normal_ ones_like pin_memory positive rand_like randint_like randn_like reciprocal
-    reciprocal_ relu relu6 relu_ requires_grad_ resolve_conj resolve_neg round round_ rrelu rsqrt rsqrt_ selu sgn short
-    sigmoid sigmoid_ sign silu silu_ sin sinh softplus softsign sqrt sqrt_ square tan tanh tanh_ tanhshrink threshold to
-    trunc type uniform_ zero_ zeros_like __abs__ __invert__ __neg__
+    """abs abs_ acos alpha_dropout asin atan bernoulli bernoulli_ bfloat16 bitwise_not bool byte ceil ceil_ celu
+    clamp clamp_ clamp_max clamp_max_ clamp_min clamp_min_ clone conj contiguous cos cpu cuda data detach detach_
+    double dropout dropout1d dropout2d dropout3d dropout_ elu elu_ empty_like erf erfc exp exp2 exp_ expm1
+    feature_dropout fill_ float floor floor_ frac full_like gelu gelu_ half hardsigmoid hardswish hardswish_
+    hardtanh hardtanh_ int isfinite isinf isnan leaky_relu leaky_relu_ log log1p log2 log_ logical_not
+    logical_not_ logit logsigmoid long mish mish_ nan_to_num nan_to_num_ neg neg_ negative normal_ ones_like
+    pin_memory positive rand_like randint_like randn_like reciprocal reciprocal_ relu relu6 relu_ requires_grad_
+    resolve_conj resolve_neg round round_ rrelu rsqrt rsqrt_ selu sgn short sigmoid sigmoid_ sign silu silu_ sin
+    sinh softplus softsign sqrt sqrt_ square tan tanh tanh_ tanhshrink threshold to trunc type uniform_ zero_
+    zeros_like __abs__ __invert__ __neg__
 
-    add add_ addcdiv addcdiv_ addcmul addcmul_ atan2 bitwise_and bitwise_or bitwise_xor copy_ copysign div div_ divide eq
-    float_power floor_divide fmod ge greater gt hypot isclose le lerp lerp_ less logaddexp logical_and logical_or
-    logical_xor lt masked_fill masked_fill_ maximum minimum mul mul_ multiply ne pow pow_ prelu remainder rsub sub sub_
-    subtract true_divide type_as where xlogy __add__ __and__ __div__ __eq__ __floordiv__ __ge__ __gt__ __iadd__ __iand__
-    __idiv__ __imul__ __ior__ __ipow__ __isub__ __itruediv__ __le__ __lt__ __mod__ __mul__ __ne__ __or__ __pow__ __radd__
-    __rand__ __rdiv__ __rfloordiv__ __rmod__ __rmul__ __ror__ __rpow__ __rsub__ __rtruediv__ __sub__ __truediv__ __xor__
+    add add_ addcdiv addcdiv_ addcmul addcmul_ atan2 bitwise_and bitwise_or bitwise_xor copy_ copysign div div_
+    divide eq float_power floor_divide fmod ge greater gt hypot isclose le lerp lerp_ less logaddexp logical_and
+    logical_or logical_xor lt masked_fill masked_fill_ maximum minimum mul mul_ multiply ne pow pow_ prelu
+    remainder rsub sub sub_ subtract true_divide type_as where xlogy __add__ __and__ __div__ __eq__ __floordiv__
+    __ge__ __gt__ __iadd__ __iand__ __idiv__ __imul__ __ior__ __ipow__ __isub__ __itruediv__ __le__ __lt__ __mod__
+    __mul__ __ne__ __or__ __pow__ __radd__ __rand__ __rdiv__ __rfloordiv__ __rmod__ __rmul__ __ror__ __rpow__
+    __rsub__ __rtruediv__ __sub__ __truediv__ __xor__
 
-    batch_norm cumprod cumsum cumsum_ group_norm gumbel_softmax instance_norm layer_norm local_response_norm log_softmax
-    logcumsumexp native_layer_norm normalize rms_norm softmax softmin tril tril_ triu triu_"""
+    batch_norm cumprod cumsum cumsum_ group_norm gumbel_softmax instance_norm layer_norm local_response_norm
+    log_softmax logcumsumexp native_layer_norm normalize rms_norm softmax softmin tril tril_ triu triu_"""
 )
 def entrywise(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
     """Functions whose entries keep their places, with broadcasting: pointwise ones, norms, cumulative sums."""
@@ -231,7 +233,9 @@ def stack(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Te
 @rule("chunk split split_with_sizes tensor_split")
 def split(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
     axis, dim = tracker.of(args[0]), argument(args, kwargs, 2, "dim", default=0) % args[0].dim()
-    return axis if isinstance(axis, SampleAxis) and (dim != axis.dim or len(out) == 1) else ...
+    if not isinstance(axis, SampleAxis) or dim != axis.dim:
+        return axis or ...
+    return replace(axis, outer=axis.outer // len(out))  # the tracker sees by the size that samples were cut
 
 
 @rule("select unbind")
@@ -265,6 +269,18 @@ def pad(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tens
 def _dims(dim: Any, count: int) -> set[int]:
     each = range(count) if dim is None or dim == () else [dim] if isinstance(dim, int) else dim
     return {d % count for d in each}
+
+
+@rule("all_reduce wait_tensor _wrap_tensor_autograd all_gather_into_tensor all_gather_into_tensor_autograd")
+def gathered(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    """Functional collectives. Those that gather put the parts of the ranks along the first dimension."""
+    x, axis = args[0], tracker.of(args[0])
+    if not isinstance(axis, SampleAxis) or axis.dim > 0:
+        return axis or ...
+    return replace(axis, outer=axis.outer * len(out) // len(x))
+
+
+RULES.update(dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_tensor_autograd"), gathered))
 
 
 # ------------------------------------------------------------------------------------------------ indexing
@@ -363,8 +379,8 @@ def gather(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: T
 
 
 @rule(
-    "all amax amin any argmax argmin count_nonzero linalg_vector_norm logsumexp max mean median min nansum norm prod std "
-    "sum var vector_norm"
+    "all amax amin any argmax argmin count_nonzero linalg_vector_norm logsumexp max mean median min nansum norm prod "
+    "std sum var vector_norm"
 )
 def reduction(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
     x, axis = args[0], tracker.of(args[0])
@@ -396,8 +412,9 @@ def linear(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: T
 @rule(
     """adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
     adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d boolean_dispatch channel_shuffle conv1d conv2d conv3d
-    conv_transpose1d conv_transpose2d conv_transpose3d fn fold glu grid_sample interpolate lp_pool2d max_pool1d max_pool2d
-    max_pool3d one_hot pixel_shuffle pixel_unshuffle unfold upsample fft_rfft fft_irfft fft_fft fft_fftn"""
+    conv_transpose1d conv_transpose2d conv_transpose3d fn fold glu grid_sample interpolate lp_pool2d max_pool1d
+    max_pool2d max_pool3d one_hot pixel_shuffle pixel_unshuffle unfold upsample fft_rfft fft_irfft fft_fft
+    fft_fftn"""
 )
 def first_dimension(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
     """Functions that leave the first dimension of a batch alone."""

@@ -79,7 +79,7 @@ class SampleCount:
         self._input_sizes = Counter(size for size, _ in sizes)
         offsets = [len(x) - 1 for x in _tensors(inputs) if x.dim() == 1 and not x.is_floating_point() and len(x) > 1]
         sizes_and_offsets = [size for size, _ in self._input_sizes.most_common()] + offsets
-        self.candidates = list(dict.fromkeys(sizes_and_offsets))[:MAX_CANDIDATES]
+        self.candidates = [size for size in dict.fromkeys(sizes_and_offsets) if size][:MAX_CANDIDATES]
         #: By the inputs alone: the most common size, and of several that of the tensor with the most dimensions.
         self.from_inputs = max(sizes, key=lambda s: (self._input_sizes[s[0]], s[1]))[0] if sizes else None
 

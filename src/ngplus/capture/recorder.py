@@ -6,10 +6,10 @@ have arrived, they are joined and passed to the sink. Hooks return at once unles
 
 Full backward hooks are not used: they fail with in-place activations and with modules that are called several times.
 
-All uses of a matrix in one call of the model see the same samples. Calls with separate backward passes are micro-batches.
-Of several calls in one backward pass it is not known whether their samples are the same, so a matrix that they share has
-mini-batch curvature. A backward pass that retains its graph may be followed by another
-one for the same samples, so its gradients are added up until the step.
+All uses of a matrix in one call of the model see the same samples. Calls with separate backward passes are
+micro-batches. Of several calls in one backward pass it is not known whether their samples are the same, so a matrix
+that they share has mini-batch curvature. A backward pass that retains its graph may be followed by another one for the
+same samples, so its gradients are added up until the step.
 """
 
 from __future__ import annotations
@@ -186,14 +186,14 @@ class Recorder:
         whole, dim = model is self._model(), self._dims.get(model, 0)
         ragged = self._sample_index.read(args, kwargs) if whole and self.listening() else {}
         self._sample_count = SampleCount((args, kwargs), dim)
-        if whole and not ragged and not self._sample_count.candidates:
+        if whole and not ragged and self._sample_count.from_inputs is None:
             return  # no tensors, as of an object of the user's: the inputs of its parts are read
         call = self._call = self._new_call()
         call.depth, call.ragged = self._depth, ragged
         call.samples = call.samples_from_inputs = self._sample_count.from_inputs
         if ragged:
             call.samples = next(iter(ragged.values())).samples
-        elif self._sample_index.given:
+        elif self._sample_index.given and not whole:
             self._sample_index.note_part(self._model())
         elif self.listening() and dim is not None:
             call.trackers = [SampleTracker(size, (args, kwargs), dim) for size in self._sample_count.candidates]
@@ -293,6 +293,8 @@ class Recorder:
                     call.samples: f"sample_index has no entries for its {x.shape[dim] if dim < x.dim() else 1} rows"
                 }
             return {call.samples: Batch(dim, call.samples, call.ragged)}
+        if call.samples == 0:  # this rank got no samples
+            return {0: Batch(dim, 0)}
         if call is not self._call:
             return call.no_grad_batches.get((id(use), x.shape), OUTSIDE)
         if any(tracker.unbatched for tracker in call.trackers):

@@ -1,9 +1,10 @@
 """Follows the samples of a batch through the torch functions of a forward pass.
 
-A forward pass begins with inputs whose samples lie along one dimension. :class:`SampleTracker` sees every torch function
-that the model calls, and derives from the sample axes of its arguments that of its result, by the rules of
-:mod:`ngplus.capture.axis_rules`. A function without a rule, or one that moves rows in an order that depends on the data
-(a routing, a mask, a sort), gives a result that is not known. A tensor that does not depend on the inputs has no samples.
+A forward pass begins with inputs whose samples lie along one dimension. :class:`SampleTracker` sees every torch
+function that the model calls, and derives from the sample axes of its arguments that of its result, by the rules of
+:mod:`ngplus.capture.axis_rules`. Of the result of a function without a rule, or of one that moves rows in an order that
+depends on the data (a routing, a mask, a sort), it is not known. A tensor that does not depend on the inputs has no
+samples.
 """
 
 from __future__ import annotations
@@ -108,4 +109,4 @@ def name_of(func: Any) -> str:
     """Returns the name of a torch function, method or attribute."""
     owner = getattr(func, "__self__", None)
     name = getattr(func, "__name__", "")
-    return str(owner.__name__) if name == "__get__" and owner is not None else str(name)
+    return str(owner.__name__) if name == "__get__" and owner is not None else str(name).partition(".")[0]

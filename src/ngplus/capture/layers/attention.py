@@ -54,7 +54,8 @@ class MultiheadAttentionRule(LayerRule):
     def watch(self, module: Any, watcher: Watcher) -> list[Any]:
         def before(module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             specs = self.matrices(module)
-            if not any([watcher.recording(i) for i in range(len(specs))]):
+            recording = [watcher.recording(i) for i in range(len(specs))]
+            if not any(recording):
                 for i in range(len(specs)):
                     watcher.note_samples(i, args[0] if args else kwargs.get("query"))
                 return None

@@ -83,8 +83,8 @@ class Watcher:
             self._uses[matrix].matrix.fall_back_at_step(reason)
 
     def record(self, matrix: int, output: Tensor, inputs: Inputs, build: Build, like: Tensor | None = None) -> None:
-        """Calls ``build(inputs, gradient, active, batch)`` when the gradient of ``output`` arrives. ``like`` is a tensor
-        with the same samples, if the output is not the result of torch functions of the forward pass."""
+        """Calls ``build(inputs, gradient, active, batch)`` when the gradient of ``output`` arrives. ``like`` is a
+        tensor with the same samples, for an output that is not a result of torch functions of the forward pass."""
         recorder, use = self._recorder(), self._uses.get(matrix)
         if recorder is not None and use is not None and use.matrix.armed and use.matrix.source != "batch":
             recorder.record(use, output, inputs, build, like)
