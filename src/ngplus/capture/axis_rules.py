@@ -7,88 +7,24 @@ fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class SampleAxis:
-    """Samples lie along dimension ``dim``, which has ``outer * samples * inner`` entries: entry i is of the sample
-    (i // inner) % samples.
-
-    ``inner`` is above 1 after [samples, positions] was flattened, ``outer`` after [positions, samples] was.
-    """
-
-    dim: int
-    outer: int = 1
-    inner: int = 1
-
-
-@dataclass(frozen=True)
-class UnknownAxis:
-    """Depends on the samples, but it is not known which entries are of which. ``function`` is where that began."""
-
-    function: str
-
-
-Location = SampleAxis | UnknownAxis | None  # None: does not depend on the samples
-
-
-class Tracker(Protocol):
-    samples: int
-    unbatched: bool
-
-    def of(self, x: Any) -> Location:
-        """Returns where the samples of a tensor are."""
-
-    def mark(self, x: Tensor, location: Location) -> None:
-        """Sets where the samples of a tensor are."""
-
-
-Rule = Callable[[Tracker, Sequence[Any], dict[str, Any], Any], Any]
-RULES: dict[str, Rule] = {}  # by the name of the function or method
-
-
-def rule(names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for the functions of these names."""
-
-    def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names.split(), function))
-        return function
-
-    return register
-
-
-def tensors(tree: Any) -> Iterator[Tensor]:
-    """Yields the tensors in nested sequences, mappings and dataclasses."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for x in tree:
-            yield from tensors(x)
-    elif isinstance(tree, Mapping):
-        yield from tensors(list(tree.values()))
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        yield from tensors([getattr(tree, field.name) for field in fields(tree)])
-
-
-def argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, *names: str, default: Any = None) -> Any:
-    """Returns an argument by one of its names or its place."""
-    for name in names:
-        if name in kwargs:
-            return kwargs[name]
-    return args[place] if len(args) > place else default
-
-
-def agreed(found: set[SampleAxis]) -> Any:
-    """Returns the axis, if there is one and no other."""
-    return found.pop() if len(found) == 1 else ...
-
+from ngplus.capture.sample_axis import (
+    RULES,
+    Rule,
+    SampleAxis,
+    Tracker,
+    agreed,
+    argument,
+    rule,
+    tensors,
+)
 
 # ------------------------------------------------------------------------------------------------ entry by entry
 
@@ -281,98 +217,6 @@ def gathered(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out:
 
 
 RULES.update(dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_tensor_autograd"), gathered))
-
-
-# ------------------------------------------------------------------------------------------------ indexing
-
-
-@rule("__getitem__")
-def getitem(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
-    return indexed(tracker, args[0], tracker.of(args[0]), args[1])
-
-
-def indexed(tracker: Tracker, x: Tensor, axis: Location, index: Any) -> Any:
-    """The samples of x[index], with those of x along ``axis``."""
-    entries = list(index) if isinstance(index, tuple) else [index]
-    if any(isinstance(i, bool | list) or (isinstance(i, Tensor) and i.dtype == torch.bool) for i in entries):
-        return ...
-    if not any(i is Ellipsis for i in entries):
-        entries.append(Ellipsis)
-    rest = x.dim() - sum(i is not None and i is not Ellipsis for i in entries)
-    full: list[Any] = []
-    for i in entries:
-        full += [slice(None)] * rest if i is Ellipsis else [i]
-    chosen = [i for i in full if isinstance(i, Tensor)]
-    if len(chosen) > 1:
-        return _one_row_each(tracker, axis, full)
-    dim = at = 0
-    place = {}  # of each dimension of x in the result
-    for i in full:
-        if isinstance(i, Tensor):
-            own = tracker.of(i)
-            if axis is None and isinstance(own, SampleAxis):  # a lookup
-                return replace(own, dim=own.dim + at)
-            if own is not None:
-                return ...
-            dim, at = dim + 1, at + i.dim()
-        elif isinstance(i, slice):
-            whole = i.indices(x.shape[dim]) == (0, x.shape[dim], 1)
-            place.update({dim: at} if whole or axis is None or dim != getattr(axis, "dim", -1) else {})
-            dim, at = dim + 1, at + 1
-        elif i is None:
-            at += 1
-        else:
-            dim += 1
-    return replace(axis, dim=place[axis.dim]) if isinstance(axis, SampleAxis) and axis.dim in place else ...
-
-
-def _one_row_each(tracker: Tracker, axis: Location, full: list[Any]) -> Any:
-    """x[torch.arange(samples), position] takes a row of each sample."""
-    first = full[0]
-    if axis != SampleAxis(0) or not isinstance(first, Tensor) or not isinstance(full[1], Tensor):
-        return ...
-    if first.dim() != 1 or full[1].dim() != 1 or any(isinstance(i, Tensor) for i in full[2:]):
-        return ...
-    return axis if bool((first == torch.arange(len(first), device=first.device)).all()) else ...
-
-
-@rule("__setitem__")
-def setitem(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
-    """x[index] = value: a new tensor takes the samples of the value, as in x = zeros(...); x[:, 1:] = tokens."""
-    x, index, value = args
-    axis = tracker.of(value)
-    if isinstance(tracker.of(x), SampleAxis) or axis is None:
-        return []
-    location: Location = UnknownAxis("__setitem__")
-    if tracker.of(x) is None and isinstance(axis, SampleAxis):
-        part = x[index]
-        for dim, size in enumerate(x.shape):
-            own = replace(axis, dim=dim)
-            if size == value.shape[axis.dim]:
-                found = indexed(tracker, x, own, index)
-                if isinstance(found, SampleAxis) and found.dim - part.dim() == axis.dim - value.dim():
-                    location = own
-    tracker.mark(x, location)
-    return []
-
-
-@rule("index_select")
-def index_select(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
-    x, index = args[0], argument(args, kwargs, 2, "index")
-    dim = argument(args, kwargs, 1, "dim") % x.dim()
-    axis, own = tracker.of(x), tracker.of(index)
-    if axis is None and isinstance(own, SampleAxis):  # a lookup
-        return replace(own, dim=dim)
-    return axis if isinstance(axis, SampleAxis) and own is None and dim != axis.dim else ...
-
-
-@rule("gather take_along_dim")
-def gather(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
-    """Picks along one dimension; in all others the places are those of the index."""
-    dim = argument(args, kwargs, 1, "dim")
-    dim = dim if isinstance(dim, int) else argument(args, kwargs, 2, "dim")
-    axis = agreed({each for x in tensors((args, kwargs)) if isinstance(each := tracker.of(x), SampleAxis)})
-    return ... if axis is ... or dim is None or axis.dim == dim % out.dim() else axis
 
 
 # ------------------------------------------------------------------------------------------------ reductions

@@ -1,16 +1,7 @@
-"""Which dimension of a tensor holds the samples, and which entries along it belong to which sample.
+"""The samples of a batch: their dimension in the model's inputs, their number, and the samples of one layer's call.
 
-Three decisions, each made in one place:
-
-1. Which dimension: :func:`sample_dims`, for each module, before training. The user's ``batch_dim`` comes first, then
-   torch's own modules with ``batch_first=False`` (dimension 1), then dimension 0.
-2. How many samples a call of the model has: ``sample_index`` if the user gives one, else :class:`SampleCount`, from the
-   sizes of that dimension among the model's inputs and outputs.
-3. Which entries belong to a sample: :class:`Batch`, for each forward call of a layer. An index of ``sample_index`` with
-   as many entries as the layer's dimension decides; else each sample has as many consecutive entries as the others, if
-   the number of samples divides the length; else each entry is a sample.
-
-Nothing proves that a layer's dimension really holds the samples: a size that divides by chance is taken for a batch.
+:func:`sample_dims` and :class:`SampleCount` read ``batch_dim`` and the inputs. :mod:`ngplus.capture.sample_tracker`
+follows the samples to each layer. :class:`Batch` splits a layer's input or gradient by samples.
 """
 
 from __future__ import annotations
@@ -145,7 +136,7 @@ class Batch:
     outer: int = 1
 
     def count(self, length: int) -> int:
-        """Returns the number of samples in a dimension of this length (decision 3 of this module)."""
+        """Returns the number of samples in a dimension of this length."""
         if self.dim is None:
             return 1
         if self.ragged:

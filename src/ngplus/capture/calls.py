@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ngplus.capture.layers import Batch
 from ngplus.capture.layers.base import Build, Inputs, NotPerSample, has_own_forward
@@ -47,6 +48,51 @@ class ForwardCall:
         """Records that both calls took part in the same backward pass."""
         if self.first is not other.first:
             self.first._joined_to = other.first
+
+
+class BackwardPass:
+    """The calls that take part in one backward pass."""
+
+    def __init__(self) -> None:
+        self.first_call: ForwardCall | None = None
+        self._call_of: dict[int, ForwardCall] = {}  # the first call that used a matrix, by the matrix's id
+        self._matrices: dict[int, ParameterMatrix] = {}
+        self._samples: set[int | None] = set()
+
+    def add(self, matrix: ParameterMatrix, call: ForwardCall) -> None:
+        """Adds a gradient that has arrived. Matrices whose samples are no longer certain fall back at the step."""
+        if self.first_call is None:
+            self.first_call = call
+        else:
+            call.join(self.first_call)
+        self._matrices[id(matrix)] = matrix
+        self._samples.add(call.samples)
+        if self._call_of.setdefault(id(matrix), call) is not call:
+            matrix.fall_back_at_step("several calls of its module take part in one backward pass")
+        if len(self._samples) > 1:
+            for other in self._matrices.values():
+                other.fall_back_at_step("calls with different numbers of samples take part in one backward pass")
+
+
+def entry_modules(model: nn.Module, watched: set[nn.Module]) -> dict[nn.Module, None]:
+    """The model and its children with watched modules, which may be called by themselves."""
+    entries = {model: None}
+    for child in model.children():
+        if any(module in watched for module in child.modules()):
+            entries |= (
+                entry_modules(child, watched) if isinstance(child, nn.ModuleList | nn.ModuleDict) else {child: None}
+            )
+    return entries
+
+
+def is_nested_call(entries: Container[nn.Module]) -> bool:
+    """Is the call of one of these modules that begins inside of another one?"""
+    frame, found = inspect.currentframe(), 0
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in entries:
+            found += 1
+        frame = frame.f_back
+    return found > 1
 
 
 class PendingGradient:

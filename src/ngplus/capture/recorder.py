@@ -14,7 +14,6 @@ same samples, so its gradients are added up until the step.
 
 from __future__ import annotations
 
-import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -24,13 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ngplus.capture.axis_rules import SampleAxis
+from ngplus.capture.autograd import hook_target, in_backward, in_functional_call, is_batched, reaches_parameters
 from ngplus.capture.batch import BatchDims, SampleCount, modules_with_given_dim, sample_dims
-from ngplus.capture.calls import Batches, ForwardCall, PendingGradient
+from ngplus.capture.calls import BackwardPass, Batches, ForwardCall, PendingGradient, entry_modules, is_nested_call
 from ngplus.capture.layers import Batch, LayerRule
 from ngplus.capture.layers.base import Build, Inputs, NotPerSample, no_mixed_precision
 from ngplus.capture.layers.hooks import Hook, Watcher, is_strided
 from ngplus.capture.matrices import ParameterMatrix, Use
+from ngplus.capture.sample_axis import SampleAxis
 from ngplus.capture.sample_index import SampleIndex, SampleIndexReader
 from ngplus.capture.sample_tracker import SampleTracker
 from ngplus.fisher.factors import Factors, join
@@ -81,14 +81,11 @@ class Recorder:
         self._sample_count: SampleCount | None = None  # of that call
         self._calls: weakref.WeakKeyDictionary[ForwardCall, None] = weakref.WeakKeyDictionary()  # in their order
         self._graph_task = -1  # the outermost backward pass in progress
-        self._task_call: ForwardCall | None = None  # the first call that took part in it
-        self._task_uses: dict[int, ForwardCall] = {}  # the first call that used each matrix, by its id
-        self._task_matrices: dict[int, ParameterMatrix] = {}
-        self._task_samples: set[int | None] = set()  # of all calls that took part in it
+        self._backward = BackwardPass()
         self._ready: dict[int, list[tuple[ForwardCall, Factors]]] = {}  # by id of the matrix
         self._retained: list[PendingGradient] = []  # arrived in passes that retained their graph
         self._handles: list[Any] = []
-        self._entries = _entry_modules(model, {use.module for use in uses})
+        self._entries = entry_modules(model, {use.module for use in uses})
         self._register_hooks(model, uses)
         self._finalizer = weakref.finalize(self, _remove, self._handles)
         self.uncompiled = uncompiled()  # cannot be made while a graph is traced
@@ -168,15 +165,15 @@ class Recorder:
     # ------------------------------------------------------------------------------------------ forward
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled() or _in_functional_call():
+        if not torch.is_grad_enabled() or in_functional_call():
             return
-        if self._depth and self._thread == threading.get_ident() and not self._is_nested_call():
+        if self._depth and self._thread == threading.get_ident() and not is_nested_call(self._entries):
             self._end_call()  # Ctrl-C ended the last call, and no hook ran
             self._depth = 0
         self._depth += 1
         if self._depth == 1:
             self._thread = threading.get_ident()
-        if self._call is not None or _in_backward():
+        if self._call is not None or in_backward():
             return
         if self._depth == 1:
             self._graph_task = -1
@@ -200,15 +197,6 @@ class Recorder:
             for tracker in call.trackers:
                 tracker.start()
 
-    def _is_nested_call(self) -> bool:
-        """Is the call that begins inside of another call of the model, or of a part of it?"""
-        frame, found = inspect.currentframe(), 0
-        while frame is not None:
-            if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in self._entries:
-                found += 1
-            frame = frame.f_back
-        return found > 1
-
     def _begin_training_call(self) -> None:
         """Parameters may have been frozen, unfrozen or cast since the last call."""
         self.forward_seen = True
@@ -217,7 +205,7 @@ class Recorder:
             self._on_forward(changed)
 
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        if self._depth == 0 or not torch.is_grad_enabled() or _in_functional_call():
+        if self._depth == 0 or not torch.is_grad_enabled() or in_functional_call():
             return
         self._depth -= 1
         if self._call is None or self._depth >= self._call.depth:
@@ -242,9 +230,9 @@ class Recorder:
         """Returns the call that a module's forward belongs to."""
         if self._call is not None:
             return self._call
-        if _in_backward():  # checkpointing runs a forward again
-            if self._task_call is not None:
-                return self._task_call
+        if in_backward():  # checkpointing runs a forward again
+            if self._backward.first_call is not None:
+                return self._backward.first_call
             unfinished = [c for c in self._calls if sum(c.waiting.values()) + sum(c.no_grad_uses.values())]
             if unfinished:
                 return unfinished[-1]
@@ -258,15 +246,15 @@ class Recorder:
         if self._model() is not None and not self._records_in_this_mode():
             return False
         if torch.is_grad_enabled():
-            return not _in_functional_call()
+            return not in_functional_call()
         call = self._call  # read once: another thread's call may end in between
-        if call is not None and not _in_backward():
+        if call is not None and not in_backward():
             call.no_grad_uses[id(matrix)] += 1
         return False
 
     def batch(self, use: Use) -> Batch:
         """Returns the samples of a module's forward, known by the model's inputs alone."""
-        call = self._current_call() if self._call is None and _in_backward() else self._call
+        call = self._current_call() if self._call is None and in_backward() else self._call
         samples, ragged = (None, {}) if call is None else (call.samples_from_inputs, call.ragged)
         return Batch(self._dims.get(use.module, 0), samples, ragged)
 
@@ -299,7 +287,7 @@ class Recorder:
             return call.no_grad_batches.get((id(use), x.shape), OUTSIDE)
         if any(tracker.unbatched for tracker in call.trackers):
             return {1: Batch(None, 1)}
-        return {tracker.samples: _batch(tracker, x) for tracker in call.trackers}
+        return {tracker.samples: tracker.batch(x) for tracker in call.trackers}
 
     def record(self, use: Use, output: Tensor, inputs: Inputs, build: Build, like: Tensor | None = None) -> None:
         """Builds the factors of this use when the gradient of ``output`` arrives. ``like`` is a tensor with the same
@@ -314,7 +302,7 @@ class Recorder:
         # Made before the return below: a checkpoint has to save the same tensors when it runs again.
         batches = self._batches(use, call, output if like is None else like)
         pending = PendingGradient(use, call, build, inputs, output.shape, batches)
-        if _in_backward():
+        if in_backward():
             self._enter_backward()
             if call.no_grad_uses[id(matrix)] > 0:
                 call.no_grad_uses[id(matrix)] -= 1
@@ -325,10 +313,10 @@ class Recorder:
 
         def arrive(grad: Tensor) -> None:
             recorder = this()
-            if recorder is not None and matrix.armed and not _is_batched(grad) and _reaches_parameters(matrix):
+            if recorder is not None and matrix.armed and not is_batched(grad) and reaches_parameters(matrix):
                 recorder._arrive(pending, grad)
 
-        _hook_target(output).register_hook(arrive)
+        hook_target(output).register_hook(arrive)
 
     # ------------------------------------------------------------------------------------------ backward
 
@@ -337,11 +325,7 @@ class Recorder:
         call, matrix = pending.call, pending.use.matrix
         if pending.grad is None:
             call.waiting[id(matrix)] -= 1
-        if self._task_call is None:
-            self._task_call = call
-        else:
-            call.join(self._task_call)
-        self._check_calls(matrix, call)
+        self._backward.add(matrix, call)
         grad = grad.detach()
         call.retained = call.retained or torch._C._autograd._get_current_graph_task_keep_graph()
         if call.retained:
@@ -354,17 +338,6 @@ class Recorder:
         self._make_ready(pending)
         if last:
             self._flush(matrix)
-
-    def _check_calls(self, matrix: ParameterMatrix, call: ForwardCall) -> None:
-        """Are the samples of all calls that take part in this backward pass the same?"""
-        first = self._task_uses.setdefault(id(matrix), call)
-        if first is not call:
-            matrix.fall_back_at_step("several calls of its module take part in one backward pass")
-        self._task_matrices[id(matrix)] = matrix
-        self._task_samples.add(call.samples)
-        if len(self._task_samples) > 1:
-            for other in self._task_matrices.values():
-                other.fall_back_at_step("calls with different numbers of samples take part in one backward pass")
 
     def _make_ready(self, pending: PendingGradient) -> None:
         matrix, call = pending.use.matrix, pending.call
@@ -401,7 +374,7 @@ class Recorder:
         """Runs once for each outermost backward pass, before its first gradient is used."""
         if self._graph_task == -1:
             self._graph_task = torch._C._current_graph_task_id()
-            self._task_uses, self._task_matrices, self._task_samples = {}, {}, set()
+            self._backward = BackwardPass()
             self._ready.clear()  # left by a pass that failed
             Variable._execution_engine.queue_callback(weak_method(self._leave_backward))
             if self._on_gradients is not None:
@@ -410,73 +383,11 @@ class Recorder:
 
     def _leave_backward(self) -> None:
         """Passes on what has arrived. Uses that this pass did not reach are not waited for."""
-        self._graph_task, self._task_call = -1, None
+        self._graph_task, self._backward = -1, BackwardPass()
         self._flush_all()
         if self._on_backward is not None:
             with torch.no_grad():
                 self._on_backward()
-
-
-def _entry_modules(model: nn.Module, watched: set[nn.Module]) -> dict[nn.Module, None]:
-    """The model and its children with watched modules, which may be called by themselves."""
-    entries = {model: None}
-    for child in model.children():
-        if any(module in watched for module in child.modules()):
-            entries |= (
-                _entry_modules(child, watched) if isinstance(child, nn.ModuleList | nn.ModuleDict) else {child: None}
-            )
-    return entries
-
-
-def _batch(tracker: SampleTracker, x: Tensor) -> Batch | str:
-    location = tracker.of(x)
-    if isinstance(location, SampleAxis):
-        return Batch(location.dim, tracker.samples, {}, location.outer)
-    if location is None:
-        return "its input is the same for all samples, or was not made by torch functions"
-    return f"the samples of its input are not known after {location.function}"
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _in_functional_call() -> bool:
-    """Is this a call by torch.func (the vmap fallback makes such calls) or by a tracer?"""
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing()
-
-
-def _is_batched(grad: Tensor) -> bool:
-    """Are these several gradients at once (``is_grads_batched``, a vectorized Jacobian)?"""
-    functorch = torch._C._functorch
-    return functorch.is_batchedtensor(grad) or functorch.is_legacy_batchedtensor(grad)
-
-
-def _reaches_parameters(matrix: ParameterMatrix) -> bool:
-    """Does this backward pass compute gradients of the matrix's parameters, or only of inputs?"""
-    managed = [matrix.managed[i]._unsharded_param for i in matrix.parts] if matrix.managed else None
-    for param in managed or matrix.active_params:
-        with torch.enable_grad():
-            view = param.view_as(param).grad_fn  # works without storage as well, as FSDP2 leaves it
-        leaf = None if view is None else view.next_functions[0][0]
-        try:
-            if leaf is None or torch._C._will_engine_execute_node(leaf):
-                return True
-        except RuntimeError:  # autograd.grad for this parameter itself
-            return True
-    return False
-
-
-def _hook_target(output: Tensor) -> Tensor:
-    """Returns the tensor whose hook sees the output's gradient, even if the output is changed in place.
-
-    A Linear on N-D input returns a view. An in-place activation on a view removes the view's own node from the graph;
-    the gradient then reaches the base, which has the same entries.
-    """
-    base = output._base
-    if base is None or base.numel() != output.numel() or not (base.is_contiguous() and output.is_contiguous()):
-        return output
-    return base if base.requires_grad else output
 
 
 def _remove(handles: list[Any]) -> None:

@@ -15,7 +15,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ngplus.capture.axis_rules import RULES, Location, SampleAxis, UnknownAxis, tensors
+from ngplus.capture import axis_indexing as axis_indexing  # registers its rules
+from ngplus.capture import axis_rules as axis_rules
+from ngplus.capture.batch import Batch
+from ngplus.capture.sample_axis import RULES, Location, SampleAxis, UnknownAxis, tensors
 from ngplus.utils.dtensor import is_dtensor
 
 
@@ -64,6 +67,15 @@ class SampleTracker(TorchFunctionMode):
             location = self._locations.get(x._local_tensor)  # type: ignore[attr-defined]
             return location if self._fits(x, location) else None
         return location
+
+    def batch(self, x: Tensor) -> Batch | str:
+        """Returns the samples of a tensor, or the reason why they are not known."""
+        location = self.of(x)
+        if isinstance(location, SampleAxis):
+            return Batch(location.dim, self.samples, {}, location.outer)
+        if location is None:
+            return "its input is the same for all samples, or was not made by torch functions"
+        return f"the samples of its input are not known after {location.function}"
 
     def mark(self, x: Tensor, location: Location) -> None:
         """Sets where the samples of a tensor are."""
