@@ -206,7 +206,8 @@ def test_curvature_that_overflows_leaves_the_last_good_one(name: str, first: int
 
     def go(scale: float) -> None:
         optimizer.zero_grad()
-        (model(x).square().mean() + scale * (signs * model(x)).sum()).backward()
+        out = model(x)
+        (out.square().mean() + scale * (signs * out).sum()).backward()
         optimizer.step()
 
     for _ in range(first):
