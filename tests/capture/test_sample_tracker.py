@@ -1,0 +1,154 @@
+"""The samples of a batch, followed through torch functions: what is called per-sample is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ngplus
+from helpers.steps import EXACT, Model, check, data, loss_fn
+from ngplus.capture.sample_axis import SampleAxis, UnknownAxis
+from ngplus.capture.sample_tracker import SampleTracker
+
+pytestmark = pytest.mark.usefixtures("double")
+
+SAMPLES = 3
+FOLLOWED: dict[str, tuple[Callable[[Tensor], Tensor], SampleAxis]] = {
+    "tanh": (torch.tanh, SampleAxis(0)),
+    "broadcast": (lambda x: x + torch.ones(7, 1, 1, 5), SampleAxis(1)),
+    "transpose": (lambda x: x.transpose(0, 1), SampleAxis(1)),
+    "mT": (lambda x: x.permute(1, 2, 0).mT, SampleAxis(1)),
+    "flatten": (lambda x: x.flatten(0, 1), SampleAxis(0, inner=4)),
+    "time first, flattened": (lambda x: x.transpose(0, 1).flatten(0, 1), SampleAxis(0, outer=4)),
+    "unflatten": (lambda x: x.flatten(0, 1).unflatten(0, (3, 4)), SampleAxis(0)),
+    "repeat": (lambda x: x.repeat(2, 1, 1), SampleAxis(0, outer=2)),
+    "repeat_interleave": (lambda x: x.repeat_interleave(2, dim=0), SampleAxis(0, inner=2)),
+    "cat of views": (lambda x: torch.cat([x, -x]), SampleAxis(0, outer=2)),
+    "cat of positions": (lambda x: torch.cat([torch.zeros(3, 1, 5), x], dim=1), SampleAxis(0)),
+    "stack": (lambda x: torch.stack([x, x]), SampleAxis(1)),
+    "chunk": (lambda x: x.chunk(2, dim=1)[0], SampleAxis(0)),
+    "select": (lambda x: x.transpose(0, 1)[-1], SampleAxis(0)),
+    "slice": (lambda x: x[:, 1:, None], SampleAxis(0)),
+    "one position of each": (lambda x: x[torch.arange(3), torch.tensor([0, 2, 1])], SampleAxis(0)),
+    "mean over positions": (lambda x: x.transpose(0, 1).mean(0), SampleAxis(0)),
+    "linear": (lambda x: F.linear(x, torch.ones(2, 5)), SampleAxis(0)),
+    "matmul": (lambda x: x @ x.mT, SampleAxis(0)),
+    "einsum": (lambda x: torch.einsum("bij,kj->kbi", x, torch.ones(2, 5)), SampleAxis(1)),
+    "batch norm": (lambda x: F.batch_norm(x, None, None, training=True), SampleAxis(0)),
+    "gather": (lambda x: x.gather(1, torch.zeros(3, 2, 5, dtype=torch.long)), SampleAxis(0)),
+}
+UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "a mask": lambda x: x[x[:, 0, 0] > -100],
+    "an order by values": lambda x: x[x[:, 0, 0].argsort()],
+    "a sort": lambda x: x.sort(dim=0).values,
+    "a part of the batch": lambda x: x[1:],
+    "the mean of the batch": lambda x: x.mean(0),
+    "products of samples": lambda x: x.flatten(1) @ x.flatten(1).mT,
+    "a function without a rule": lambda x: torch.linalg.pinv(x),
+    "positions cut across samples": lambda x: x.flatten(0, 1)[:6],
+}
+
+
+def located(function: Callable[[Tensor], Tensor]) -> object:
+    x = torch.randn(SAMPLES, 4, 5)
+    with SampleTracker(SAMPLES, (x,), 0) as tracker:
+        out = function(x)
+    return tracker.of(out)
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_followed(name: str) -> None:
+    function, wanted = FOLLOWED[name]
+    assert located(function) == wanted
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_not_known(name: str) -> None:
+    assert isinstance(located(UNKNOWN[name]), UnknownAxis)
+
+
+def test_what_does_not_depend_on_the_samples_has_none() -> None:
+    assert located(lambda x: x.new_zeros(3, 4) + torch.arange(4)) is None
+
+
+def test_a_buffer_takes_the_samples_of_what_is_written_to_it() -> None:
+    def shifted(x: Tensor) -> Tensor:
+        out = x.new_zeros(x.shape)
+        out[:, 1:] = x[:, :-1]
+        return out
+
+    assert located(shifted) == SampleAxis(0)
+
+
+# ------------------------------------------------------------------------------------------------ through the optimizer
+
+
+@pytest.mark.parametrize("length", [5, 6])
+def test_time_first_inside_of_a_model_that_is_batch_first(length: int) -> None:
+    """With 6 samples of 6 positions, no shape tells the two apart."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.b(torch.tanh(m.a(x.transpose(0, 1)))).mean(0)
+
+    check(Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 3)), *data(length, 4))
+
+
+def test_flattened_with_time_first() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.b(torch.tanh(m.a(x.transpose(0, 1).flatten(0, 1)))).unflatten(0, (-1, len(x))).mean(0)
+
+    check(Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 3)), *data(5, 4))
+
+
+def routed(m: Any, x: Tensor) -> Tensor:
+    """An expert gets the first half of the rows by their values, as many as divide into samples."""
+    rows = x.flatten(0, 1)
+    chosen = rows[:, 0].argsort()[: len(rows) // 2]
+    out = m.b(rows)
+    return out.index_add(0, chosen, m.a(rows[chosen])).unflatten(0, (len(x), -1)).mean(1)
+
+
+def shared(m: Any, x: Tensor) -> Tensor:
+    """A layer on the same vectors for all samples, as on relative positions, and then on those of the batch."""
+    return m.b(x + m.a(torch.ones(1, x.shape[1], 4)) + m.a(x)).mean(1)
+
+
+@pytest.mark.parametrize("forward", [routed, shared])
+def test_a_layer_whose_samples_are_not_known(forward: Callable[..., Tensor]) -> None:
+    model = Model(forward, a=nn.Linear(4, 3 if forward is routed else 4), b=nn.Linear(4, 3))
+    x, y = data(4, 4)
+    optimizer = ngplus.NGPlus(model, **EXACT)
+    loss_fn(model(x), y).backward()
+    with pytest.warns(UserWarning, match=r"a\.weight"):
+        optimizer.step()
+    assert {row.name: row.source for row in optimizer.plan()} == {"a.weight": "batch", "b.weight": "sample"}
+
+
+def test_a_call_for_each_sample() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    x, y = data(4)
+    optimizer = ngplus.NGPlus(model, **EXACT)
+    torch.stack([loss_fn(model(one[None]), target[None]) for one, target in zip(x, y, strict=True)]).mean().backward()
+    with pytest.warns(UserWarning, match="several calls of its module"):
+        optimizer.step()
+    assert {row.source for row in optimizer.plan()} == {"batch"}
+
+
+def test_sample_index_that_does_not_cover_a_layer() -> None:
+    """As where self-loops are added to the edges."""
+
+    def forward(m: Any, x: Tensor, graph: Tensor) -> Tensor:
+        more = torch.cat([x, x[:1]])
+        return (m.a(x).sum() + m.b(more).sum())[None]
+
+    model = Model(forward, a=nn.Linear(4, 3), b=nn.Linear(4, 3))
+    optimizer = ngplus.NGPlus(model, sample_index=lambda x, graph: graph, **EXACT)
+    model(torch.randn(5, 4), torch.tensor([0, 0, 1, 1, 1])).square().mean().backward()
+    with pytest.warns(UserWarning, match=r"b\.weight.*sample_index has no entries"):
+        optimizer.step()
+    assert {row.name: row.source for row in optimizer.plan()} == {"a.weight": "sample", "b.weight": "batch"}
