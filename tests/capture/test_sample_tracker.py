@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -127,6 +129,44 @@ def test_a_layer_whose_samples_are_not_known(forward: Callable[..., Tensor]) -> 
     with pytest.warns(UserWarning, match=r"a\.weight"):
         optimizer.step()
     assert {row.name: row.source for row in optimizer.plan()} == {"a.weight": "batch", "b.weight": "sample"}
+
+
+@dataclass
+class Record:
+    x: Tensor
+
+
+class Fields:
+    """As torch_geometric's Data."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def keys(self) -> list[str]:
+        return ["x"]
+
+    def to_dict(self) -> dict[str, Tensor]:
+        return {"x": self.x}
+
+
+@pytest.mark.parametrize("pack", [Record, Fields, lambda x: UserDict(x=x)], ids=["dataclass", "Data", "BatchEncoding"])
+def test_inputs_in_containers(pack: Callable[[Tensor], Any]) -> None:
+    class Unpacks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 3)
+
+        def forward(self, given: Any) -> Tensor:
+            x = given["x"] if isinstance(given, UserDict) else given.x
+            return self.a(x.transpose(0, 1)).mean(0)
+
+    model = Unpacks()
+    x, y = data(6, 4)
+    optimizer = ngplus.NGPlus(model, **EXACT)
+    loss_fn(model(pack(x)), y).backward()
+    optimizer.step()
+    assert optimizer.plan()["a.weight"].source == "sample"
+    assert optimizer._find_matrix("a.weight").seen == (6, 6)
 
 
 def test_a_call_for_each_sample() -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ngplus.capture.sample_axis import tensors
 from ngplus.capture.sample_index import Ragged
 
 MAX_CANDIDATES = 4  # numbers of samples that are tried until the output of the model is known
@@ -68,7 +68,7 @@ class SampleCount:
         self._inputs_have_dimensions = _has_dimensions(inputs)
         sizes = list(self._sizes(inputs))
         self._input_sizes = Counter(size for size, _ in sizes)
-        offsets = [len(x) - 1 for x in _tensors(inputs) if x.dim() == 1 and not x.is_floating_point() and len(x) > 1]
+        offsets = [len(x) - 1 for x in tensors(inputs) if x.dim() == 1 and not x.is_floating_point() and len(x) > 1]
         sizes_and_offsets = [size for size, _ in self._input_sizes.most_common()] + offsets
         self.candidates = [size for size in dict.fromkeys(sizes_and_offsets) if size][:MAX_CANDIDATES]
         #: By the inputs alone: the most common size, and of several that of the tensor with the most dimensions.
@@ -98,19 +98,13 @@ class SampleCount:
 
     def _sizes(self, tree: Any) -> Iterator[tuple[int, int]]:
         """The size of the dimension, and the number of dimensions, of each tensor."""
-        for x in _tensors(tree):
+        for x in tensors(tree):
             if self._dim is not None and x.dim() > self._dim and not (x.is_nested and self._dim):  # only 0 has a size
                 yield x.size(self._dim), x.dim()
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    """The tensors in nested containers. Outputs of transformers are mappings that pytree does not open."""
-    leaves = pytree.tree_leaves(dict(tree) if isinstance(tree, Mapping) else tree)
-    return [x for x in leaves if isinstance(x, Tensor)]
-
-
 def _has_dimensions(tree: Any) -> bool:
-    return any(x.dim() > 0 and not x.is_nested for x in _tensors(tree))
+    return any(x.dim() > 0 and not x.is_nested for x in tensors(tree))
 
 
 @dataclass(frozen=True)

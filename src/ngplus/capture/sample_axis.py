@@ -58,7 +58,8 @@ def rule(names: str) -> Callable[[Rule], Rule]:
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
-    """Yields the tensors in nested sequences, mappings and dataclasses."""
+    """Yields the tensors in nested sequences, mappings, dataclasses, and objects with ``to_dict`` and ``keys``, as
+    torch_geometric's Data."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, tuple | list):
@@ -68,6 +69,8 @@ def tensors(tree: Any) -> Iterator[Tensor]:
         yield from tensors(list(tree.values()))
     elif is_dataclass(tree) and not isinstance(tree, type):
         yield from tensors([getattr(tree, field.name) for field in fields(tree)])
+    elif hasattr(tree, "to_dict") and hasattr(tree, "keys"):
+        yield from tensors(tree.to_dict())
 
 
 def argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, *names: str, default: Any = None) -> Any:
