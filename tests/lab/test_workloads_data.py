@@ -103,7 +103,7 @@ def test_small_presets_learn(name: str) -> None:
         if kind == "adamw":
             optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-3)
         else:
-            optimizer = ngplus.NGPlus(model, lr=3e-3)
+            optimizer = ngplus.NGPlus(model, lr=3e-3, sample_index=getattr(model, "sample_index", None))
         losses = []
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
