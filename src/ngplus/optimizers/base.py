@@ -269,13 +269,20 @@ class BaseOptimizer(MatrixOptimizer):
         if self._warned or self._initialising or not uncovered:
             return
         self._warned = True
-        shown = [f"{', '.join(m.names)} ({m.note})" for m in uncovered[:20]]
-        more = f" and {len(uncovered) - 20} more" if len(uncovered) > 20 else ""
+        by_reason: dict[str, list[str]] = {}
+        for matrix in uncovered:
+            by_reason.setdefault(matrix.note, []).append(matrix.name)
+        shown = [f"{_some(names)} ({reason})" for reason, names in by_reason.items()]
         warn(
-            f"No per-sample curvature for {'; '.join(shown)}{more}. "
-            "Mini-batch curvature is used for them; plan() lists all, and the documentation's page on trouble-shooting "
-            "says what to do about each reason"
+            f"No per-sample curvature for {_some(shown, '; ', 'reasons')}. Mini-batch curvature is used for them. "
+            "plan() lists all, and the page on trouble-shooting of the documentation explains each reason"
         )
+
+
+def _some(items: Sequence[str], separator: str = ", ", what: str = "matrices") -> str:
+    """The first three, and how many there are beyond."""
+    rest = len(items) - 3
+    return separator.join(items[:3]) + (f" and {rest} more {what}" if rest > 0 else "")
 
 
 def is_zero(lr: float | Tensor) -> bool:
