@@ -42,6 +42,9 @@ FOLLOWED: dict[str, tuple[Callable[[Tensor], Tensor], SampleAxis]] = {
     "matmul": (lambda x: x @ x.mT, SampleAxis(0)),
     "einsum": (lambda x: torch.einsum("bij,kj->kbi", x, torch.ones(2, 5)), SampleAxis(1)),
     "batch norm": (lambda x: F.batch_norm(x, None, None, training=True), SampleAxis(0)),
+    "a flip of positions": (lambda x: x.flip(1, 2), SampleAxis(0)),
+    "a roll of positions": (lambda x: x.roll(1, 1), SampleAxis(0)),
+    "padded positions": (lambda x: F.pad(x, (0, 0, 1, 1)), SampleAxis(0)),
     "gather": (lambda x: x.gather(1, torch.zeros(3, 2, 5, dtype=torch.long)), SampleAxis(0)),
 }
 UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -49,6 +52,12 @@ UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "an order by values": lambda x: x[x[:, 0, 0].argsort()],
     "a sort": lambda x: x.sort(dim=0).values,
     "a part of the batch": lambda x: x[1:],
+    "a flip of several dimensions": lambda x: x.flip(0, 1),
+    "a descending sort": lambda x: x.sort(0, True).values,
+    "a roll of all entries": lambda x: x.roll(1),
+    "the largest of a transposed batch": lambda x: x[..., 0].mT.topk(3).values,
+    "a transform of all dimensions": lambda x: torch.fft.fftn(x).real,
+    "samples shifted by padding": lambda x: F.pad(x, (0, 0, 0, 0, 1, -1)),
     "the mean of the batch": lambda x: x.mean(0),
     "products of samples": lambda x: x.flatten(1) @ x.flatten(1).mT,
     "a function without a rule": lambda x: torch.linalg.pinv(x),
@@ -76,6 +85,7 @@ def test_not_known(name: str) -> None:
 
 def test_what_does_not_depend_on_the_samples_has_none() -> None:
     assert located(lambda x: x.new_zeros(3, 4) + torch.arange(4)) is None
+    assert located(lambda x: torch.ones(3, 4, dtype=torch.float32).type_as(x)) is None
 
 
 def test_a_buffer_takes_the_samples_of_what_is_written_to_it() -> None:

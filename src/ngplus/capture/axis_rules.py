@@ -38,13 +38,13 @@ from ngplus.capture.sample_axis import (
     logical_not_ logit logsigmoid long mish mish_ nan_to_num nan_to_num_ neg neg_ negative normal_ ones_like
     pin_memory positive rand_like randint_like randn_like reciprocal reciprocal_ relu relu6 relu_ requires_grad_
     resolve_conj resolve_neg round round_ rrelu rsqrt rsqrt_ selu sgn short sigmoid sigmoid_ sign silu silu_ sin
-    sinh softplus softsign sqrt sqrt_ square tan tanh tanh_ tanhshrink threshold to trunc type uniform_ zero_
+    sinh softplus softsign sqrt sqrt_ square tan tanh tanh_ tanhshrink threshold  trunc  uniform_ zero_
     zeros_like __abs__ __invert__ __neg__
 
     add add_ addcdiv addcdiv_ addcmul addcmul_ atan2 bitwise_and bitwise_or bitwise_xor copy_ copysign div div_
     divide eq float_power floor_divide fmod ge greater gt hypot isclose le lerp lerp_ less logaddexp logical_and
     logical_or logical_xor lt masked_fill masked_fill_ maximum minimum mul mul_ multiply ne pow pow_ prelu
-    remainder rsub sub sub_ subtract true_divide type_as where xlogy __add__ __and__ __div__ __eq__ __floordiv__
+    remainder rsub sub sub_ subtract true_divide  where xlogy __add__ __and__ __div__ __eq__ __floordiv__
     __ge__ __gt__ __iadd__ __iand__ __idiv__ __imul__ __ior__ __ipow__ __isub__ __itruediv__ __le__ __lt__ __mod__
     __mul__ __ne__ __or__ __pow__ __radd__ __rand__ __rdiv__ __rfloordiv__ __rmod__ __rmul__ __ror__ __rpow__
     __rsub__ __rtruediv__ __sub__ __truediv__ __xor__
@@ -187,19 +187,52 @@ def narrow(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: T
     return tracker.of(args[0])  # the tracker sees by the size that the samples were cut
 
 
-@rule("argsort flip roll sort topk")
-def along(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
-    """Functions that move entries along dimensions."""
-    x, axis = args[0], tracker.of(args[0])
-    dims = argument(args, kwargs, 2 if len(args) > 2 else 1, "dims", "dim", default=-1)
-    if not isinstance(axis, SampleAxis) or axis.dim in _dims(dims, x.dim()):
-        return ...
-    return axis
+@rule("argsort sort")
+def sort(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    return _along(tracker, args[0], argument(args, kwargs, 1, "dim", default=-1))
+
+
+@rule("roll topk")
+def roll(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    """Without dimensions, roll flattens the tensor; without one, topk has the last."""
+    last = None if "shifts" in kwargs or args[0].shape == next(tensors(out)).shape else -1
+    return _along(tracker, args[0], argument(args, kwargs, 2, "dims", "dim", default=last))
+
+
+@rule("flip")
+def flip(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    dims = kwargs.get("dims", args[1:])
+    return _along(tracker, args[0], dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims)
+
+
+@rule("fft_fft fft_ifft fft_irfft fft_rfft")
+def fourier(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    return _along(tracker, args[0], argument(args, kwargs, 2, "dim", default=-1))
+
+
+@rule("fft_fft2 fft_fftn fft_ifftn fft_irfftn fft_rfftn")
+def fourier_of_several(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    return _along(tracker, args[0], argument(args, kwargs, 2, "dim"))
+
+
+def _along(tracker: Tracker, x: Tensor, dims: Any) -> Any:
+    """The location of x, if a function that moves or mixes entries along ``dims`` leaves the samples alone."""
+    axis = tracker.of(x)
+    return ... if not isinstance(axis, SampleAxis) or axis.dim in _dims(dims, x.dim()) else axis
 
 
 @rule("pad")
 def pad(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
-    return tracker.of(args[0])  # the tracker sees by the size that the samples were padded
+    axis, sizes = tracker.of(args[0]), argument(args, kwargs, 1, "pad")
+    if not isinstance(axis, SampleAxis):
+        return ...
+    place = 2 * (args[0].dim() - 1 - axis.dim)  # the last dimension comes first
+    return ... if any(sizes[place : place + 2]) else axis
+
+
+@rule("to type type_as")
+def cast(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    return tracker.of(args[0])  # another tensor among the arguments gives the dtype alone
 
 
 def _dims(dim: Any, count: int) -> set[int]:
@@ -257,8 +290,7 @@ def linear(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: T
     """adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
     adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d boolean_dispatch channel_shuffle conv1d conv2d conv3d
     conv_transpose1d conv_transpose2d conv_transpose3d fn fold glu grid_sample interpolate lp_pool2d max_pool1d
-    max_pool2d max_pool3d one_hot pixel_shuffle pixel_unshuffle unfold upsample fft_rfft fft_irfft fft_fft
-    fft_fftn"""
+    max_pool2d max_pool3d one_hot pixel_shuffle pixel_unshuffle unfold upsample"""
 )
 def first_dimension(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
     """Functions that leave the first dimension of a batch alone."""

@@ -61,8 +61,9 @@ class SampleTracker(TorchFunctionMode):
         if not isinstance(x, Tensor):
             return None
         location = self._locations.get(x)
-        if location is None and hasattr(x, "plain"):  # a subclass of ours around it
-            return self._locations.get(x.plain)
+        plain = getattr(x, "plain", None)
+        if location is None and isinstance(plain, Tensor):  # a subclass of ours around it
+            return self._locations.get(plain)
         if location is None and is_dtensor(x):  # made of a local tensor, which no torch function does
             location = self._locations.get(x._local_tensor)  # type: ignore[attr-defined]
             return location if self._fits(x, location) else None
