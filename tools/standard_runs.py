@@ -5,8 +5,9 @@
 
 Each optimizer gets four learning rates, each twice the last, on one seed. More rates are added until the best one has a
 neighbour on both sides. The best rate is then run on three other seeds. On the preset ``small``, the best rate is the
-one with the fewest steps to the workload's target. Every run is a line of JSON with its validation curve. A run that
-was interrupted is made again; all others are kept.
+one with the fewest steps to the workload's target. With --budgets, a file of tools/equal_time.py, each optimizer is run
+at its best rate for the steps that the file gives it; these runs have ``-time`` in their name. Every run is a line of
+JSON with its validation curve. A run that was interrupted is made again; all others are kept.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import statistics
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ WORKLOADS = ("shakespeare", "multi30k", "cifar10", "qm9", "materials")
 BASELINE, RIVALS = "adamw", ("adamw", "soap", "muon")
 CHOSEN = "roots-5-decay"  # the form of NGAdam
 SEEDS = (0, 1, 2)
+TIMED = "-time"  # ends the names of runs with budgets of equal time
 SCORES = {"whole_loss": "loss on the whole validation text", "bleu": "BLEU on the test set"}
 FIRST_RATES = {"adamw": (0.001, 0.002, 0.004, 0.008)}
 OTHER_RATES = (0.0025, 0.005, 0.01, 0.02)
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="*", default=RIVALS)
     parser.add_argument("--preset", default="standard")
     parser.add_argument("--rates-only", action="store_true", help="leave out the three seeds of the comparison")
+    parser.add_argument("--budgets", type=Path, help="steps by workload and optimizer")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--data", type=Path, default=os.environ.get("NGPLUS_DATA"))
@@ -52,9 +55,11 @@ def main() -> None:
     asked = parser.parse_args()
     rows = read(asked.out)
     if not asked.show:
-        chains = [(w, o) for w in asked.workloads for o in asked.optimizers]
+        suffix = TIMED if asked.budgets else ""
+        chains = [(w, o + suffix) for w in asked.workloads for o in asked.optimizers]
         seeds = () if asked.rates_only else SEEDS
-        run_all(rows, chains, asked.preset, seeds, asked.out, asked.workers, asked.data)
+        budgets = json.loads(asked.budgets.read_text()) if asked.budgets else {}
+        run_all(rows, chains, asked.preset, seeds, asked.out, asked.workers, asked.data, budgets)
     print("\n".join(tables([row for row in rows if row["preset"] == asked.preset])))
 
 
@@ -73,6 +78,7 @@ def run_all(
     out: Path,
     workers: int,
     data: Path | None,
+    budgets: Mapping[str, Mapping[str, int]],
 ) -> None:
     """Makes the missing runs of all pairs of workload and optimizer; each is written as soon as it has ended."""
     with ProcessPoolExecutor(workers) as pool:
@@ -83,7 +89,8 @@ def run_all(
                 chain = waiting.pop(0)
                 following = missing(rows, *chain, preset, seeds)
                 if following is not None:
-                    pending[pool.submit(measured, *chain, preset, *following, data)] = chain
+                    steps = budgets.get(chain[0], {}).get(chain[1].removesuffix(TIMED))
+                    pending[pool.submit(measured, *chain, preset, *following, data, steps)] = chain
             ended, _ = wait(pending, return_when=FIRST_COMPLETED)
             for future in ended:
                 waiting.insert(0, pending.pop(future))
@@ -100,7 +107,8 @@ def missing(
     rows: Iterable[Row], workload: str, optimizer: str, preset: str, seeds: Sequence[int]
 ) -> tuple[float, int] | None:
     """The rate and the seed of the run that comes next; None where all are there."""
-    own = [row for row in rows if (row["workload"], row["optimizer"], row["preset"]) == (workload, optimizer, preset)]
+    chain = (workload, optimizer.removesuffix(TIMED), preset)
+    own = [row for row in rows if (row["workload"], row["optimizer"], row["preset"]) == chain]
     tried = {row["lr"] for row in own if row["seed"] == TUNING_SEED}
     for rate in FIRST_RATES.get(optimizer, OTHER_RATES):
         if rate not in tried:
@@ -109,7 +117,10 @@ def missing(
     for rate in (best / 2, 2 * best):
         if rate not in tried:
             return rate, TUNING_SEED
-    done = {row["seed"] for row in own if row["lr"] == best}
+    names = (workload, optimizer, preset)
+    done = {
+        row["seed"] for row in rows if (row["workload"], row["optimizer"], row["preset"], row["lr"]) == (*names, best)
+    }
     return next(((best, seed) for seed in seeds if seed not in done), None)
 
 
@@ -138,11 +149,13 @@ def higher_is_better(workload: str) -> bool:
     return workloads.get(workload).higher_is_better
 
 
-def measured(workload: str, optimizer: str, preset: str, rate: float, seed: int, data: Path | None) -> Row:
+def measured(
+    workload: str, optimizer: str, preset: str, rate: float, seed: int, data: Path | None, steps: int | None
+) -> Row:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    chosen, size = settings.open_preset(workload, preset, {}, [], None)
-    config = settings.configure(chosen, preset, size, optimizer, seed=seed, lr=rate)
+    chosen, size = settings.open_preset(workload, preset, {"steps": steps} if steps else {}, [], None)
+    config = settings.configure(chosen, preset, size, optimizer.removesuffix(TIMED), seed=seed, lr=rate)
     curve: list[tuple[int, float | None]] = []
 
     def look(step: int, value: float | None) -> str:
@@ -171,7 +184,8 @@ def measured(workload: str, optimizer: str, preset: str, rate: float, seed: int,
 def compared(rows: Iterable[Row], workload: str, optimizer: str) -> list[Row]:
     """The runs at the best rate on the seeds of the comparison."""
     own = [row for row in rows if (row["workload"], row["optimizer"]) == (workload, optimizer)]
-    best = best_rate(own) if any(row["seed"] == TUNING_SEED for row in own) else None
+    tuned = any(row["seed"] == TUNING_SEED for row in own)  # those with -time have one rate
+    best = best_rate(own) if tuned else own[0]["lr"] if own else None
     return [row for row in own if row["seed"] in SEEDS and row["lr"] == best]
 
 

@@ -256,7 +256,9 @@ CANDIDATES: dict[str, OptimizerEntry] = {
     name: OptimizerEntry(name, title, _ROOTS, _of_model, {"lr": 0.005, **hyper}, {"lr": _ADAM_LR})
     for name, title, hyper in (
         ("roots-1", "Roots in every step", {"update_every": 1}),
+        ("roots-2", "Roots every 2 steps", {"update_every": 2}),
         ("roots-5", "Roots every 5 steps", {"update_every": 5}),
+        ("roots-10", "Roots every 10 steps", {"update_every": 10}),
         ("roots-20", "Roots every 20 steps", {"update_every": 20}),
         ("roots-5-damped", "Roots every 5 steps, more damping", {"update_every": 5, "damping": 0.01}),
         ("roots-5-rms1", "Roots every 5 steps, more damping, larger steps", {"damping": 0.01, "max_rms": 1.0}),
