@@ -23,17 +23,11 @@ class Accumulator:
     samples: int = 0  # samples of all micro-batches
     used: int = 0  # the number of them in S_k
     ranks: int = 1  # processes whose samples are in the sums
-    gradient: Tensor | None = None  # sum_i G_i on the first refresh, to check that nothing was missed
-    half_precision: bool = False  # some factors had 16-bit entries
 
-    def take_in(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int, check: bool = False) -> None:
-        """Adds the factors of a micro-batch; with ``check`` also to ``gradient``."""
+    def take_in(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int) -> None:
+        """Adds the factors of a micro-batch."""
         matrix.seen = (factors.samples, factors.positions)
         self.samples += factors.samples
-        if check:
-            self.half_precision = self.half_precision or factors.half_precision
-            total = factors.gradient_sum(matrix.dtype)
-            self.gradient = total if self.gradient is None else self.gradient + total
         self.add(matrix, factors, group, seed)
 
     def add(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int) -> None:

@@ -51,6 +51,7 @@ class Recorder:
         batch_dim, sample_index: where the samples are, see :mod:`ngplus.capture.batch`.
         on_forward: called before each training call, with the matrices that changed since the last one.
         on_gradients: called when the first gradient of a backward pass arrives, before any .grad of a matrix changes.
+        on_record: called with the matrix of a use that is recorded.
         on_backward: called after each backward pass.
     """
 
@@ -63,11 +64,13 @@ class Recorder:
         on_forward: Callable[[list[ParameterMatrix]], None] | None = None,
         on_backward: Callable[[], None] | None = None,
         on_gradients: Callable[[], None] | None = None,
+        on_record: Callable[[ParameterMatrix], None] | None = None,
         sample_index: SampleIndex | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._sink = sink
-        self._on_forward, self._on_gradients, self._on_backward = on_forward, on_gradients, on_backward
+        self._on_forward, self._on_record = on_forward, on_record
+        self._on_gradients, self._on_backward = on_gradients, on_backward
         self._dims = sample_dims(model, batch_dim)
         self._given_dims = modules_with_given_dim(model, batch_dim)
         self._sample_index = SampleIndexReader(sample_index)
@@ -155,8 +158,6 @@ class Recorder:
         for pending in retained:
             self._make_ready(pending)
         self._flush_all()
-        for matrix in self._matrices:
-            matrix.apply_fallback()
 
     def complaint(self) -> str:
         """Returns the warning about ``sample_index`` after ``flush``; "" for none."""
@@ -303,12 +304,14 @@ class Recorder:
         batches = self._batches(use, call, output if like is None else like)
         pending = PendingGradient(use, call, build, inputs, output.shape, batches)
         if in_backward():
-            self._enter_backward()
+            self.enter_backward()
             if call.no_grad_uses[id(matrix)] > 0:
                 call.no_grad_uses[id(matrix)] -= 1
             elif call.waiting[id(matrix)]:
                 return  # non-reentrant checkpointing runs the forward again; the first run waits already
         call.waiting[id(matrix)] += 1
+        if self._on_record is not None:
+            self._on_record(matrix)
         this = weakref.ref(self)
 
         def arrive(grad: Tensor) -> None:
@@ -321,7 +324,7 @@ class Recorder:
     # ------------------------------------------------------------------------------------------ backward
 
     def _arrive(self, pending: PendingGradient, grad: Tensor) -> None:
-        self._enter_backward()
+        self.enter_backward()
         call, matrix = pending.call, pending.use.matrix
         if pending.grad is None:
             call.waiting[id(matrix)] -= 1
@@ -370,7 +373,7 @@ class Recorder:
                 for factors in join(uses):
                     self._sink(matrix, factors)
 
-    def _enter_backward(self) -> None:
+    def enter_backward(self) -> None:
         """Runs once for each outermost backward pass, before its first gradient is used."""
         if self._graph_task == -1:
             self._graph_task = torch._C._current_graph_task_id()
