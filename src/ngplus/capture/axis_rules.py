@@ -3,6 +3,11 @@
 A rule takes the tracker and the function's arguments and result. It returns the location of the samples in the result,
 a list of them for several results, or ``...`` where it is not known. The tracker checks that the size of the dimension
 fits.
+
+A rule says where the rows of a sample are, not that nothing else went into them. The gradients of rows add up to that of
+a layer's weight, whatever made the rows. So a function that mixes samples and keeps each row in its place, as a batch
+norm, a softmax or a cumulative sum over the samples does, keeps the location; one that moves rows to other places, as a
+sort or a shuffle does, loses it.
 """
 
 from __future__ import annotations
@@ -63,10 +68,15 @@ def entrywise(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out
     return agreed(found)
 
 
-@rule("arange empty eye full new_empty new_full new_ones new_tensor new_zeros ones zeros")
+@rule("arange empty eye full new_empty new_full new_ones new_zeros ones zeros")
 def created(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
     """New tensors, of which a tensor gives the size, dtype or device alone."""
     return None
+
+
+@rule("new_tensor")
+def copied(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    return tracker.of(argument(args, kwargs, 1, "data"))
 
 
 # ------------------------------------------------------------------------------------------------ shapes
@@ -77,6 +87,8 @@ def reshape(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: 
     """The order of the entries stays. A dimension of the new shape has to hold the whole axis."""
     x = args[0]
     axis = tracker.of(x)
+    if axis is None:  # the other tensor of view_as gives the size alone
+        return None
     if not isinstance(axis, SampleAxis) or x.numel() != out.numel():
         return ...
     stride = axis.inner * prod(x.shape[axis.dim + 1 :])  # between two samples
@@ -171,7 +183,12 @@ def split(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: An
     axis, dim = tracker.of(args[0]), argument(args, kwargs, 2, "dim", default=0) % args[0].dim()
     if not isinstance(axis, SampleAxis) or dim != axis.dim:
         return axis or ...
-    return replace(axis, outer=axis.outer // len(out))  # the tracker sees by the size that samples were cut
+    each, start, view = [], 0, tracker.samples * axis.inner
+    for part in out:
+        size = part.shape[dim]
+        each.append(replace(axis, outer=size // view) if size and start % view == size % view == 0 else ...)
+        start += size
+    return each
 
 
 @rule("select unbind")
@@ -336,13 +353,25 @@ def einsum(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: T
 
 @rule("scaled_dot_product_attention")
 def attention(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
-    axis = tracker.of(argument(args, kwargs, 0, "query"))
-    return axis if isinstance(axis, SampleAxis) and axis.dim < out.dim() - 2 else ...
+    """Queries, keys or values that are the same for all samples are broadcast."""
+    found = set()
+    for place, name in enumerate(("query", "key", "value")):
+        x = argument(args, kwargs, place, name)
+        axis = tracker.of(x)
+        if isinstance(axis, SampleAxis):
+            if axis.dim >= x.dim() - 2:
+                return ...
+            found.add(replace(axis, dim=axis.dim + out.dim() - x.dim()))
+    return agreed(found)
 
 
 @rule("multi_head_attention_forward")
 def multi_head_attention(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
-    axis = tracker.of(argument(args, kwargs, 0, "query"))
+    """Takes [length, samples, features], also of a module with ``batch_first``."""
+    given = [argument(args, kwargs, place, name) for place, name in enumerate(("query", "key", "value"))]
+    axis = agreed({each for x in given if isinstance(each := tracker.of(x), SampleAxis)})
+    if axis is not ... and axis.dim != 1:
+        axis = ...
     return [axis, *(... for _ in list(tensors(out))[1:])]
 
 
@@ -350,21 +379,30 @@ def multi_head_attention(tracker: Tracker, args: Sequence[Any], kwargs: dict[str
 def embedding_bag(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
     offsets = argument(args, kwargs, 2, "offsets")
     if offsets is None:
-        return tracker.of(argument(args, kwargs, 0, "input"))
+        axis = tracker.of(argument(args, kwargs, 0, "input"))
+        return axis if isinstance(axis, SampleAxis) and axis.dim == 0 else ...
     if argument(args, kwargs, 9, "include_last_offset") and len(offsets) == tracker.samples + 1:
         return SampleAxis(0)
-    return tracker.of(offsets)
+    return tracker.of(offsets) or ...
 
 
-@rule("embedding gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell")
-def lookup(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
-    return tracker.of(argument(args, kwargs, 0, "input"))
+@rule("embedding")
+def embedding(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    """Of a table that depends on the samples, it is not known."""
+    return ... if tracker.of(argument(args, kwargs, 1, "weight")) else tracker.of(argument(args, kwargs, 0, "input"))
+
+
+@rule("gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell")
+def cell(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    axis = tracker.of(args[0])
+    return axis if isinstance(axis, SampleAxis) and axis.dim < args[0].dim() - 1 else ...
 
 
 @rule("gru lstm rnn_relu rnn_tanh")
 def recurrent(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
     """The output has the dimensions of the input; the states are [layers, samples, features]."""
     axis = tracker.of(args[0])
-    if not isinstance(axis, SampleAxis) or args[0].dim() != 3:
+    batch_first = args[-1]  # with packed sequences, the direction
+    if not isinstance(axis, SampleAxis) or args[0].dim() != 3 or axis.dim != (0 if batch_first else 1):
         return ...
-    return [axis, *(SampleAxis(1) for _ in list(tensors(out))[1:])]
+    return [axis, *(replace(axis, dim=1) for _ in list(tensors(out))[1:])]

@@ -142,6 +142,7 @@ class Recorder:
 
     def discard(self, matrix: ParameterMatrix | None = None) -> None:
         """Drops what has arrived, for one matrix or all. Gradients of past forward calls may still arrive."""
+        self._end_interrupted_call()
         dropped = [p for p in self._retained if matrix is None or p.use.matrix is matrix]
         self._retained = [p for p in self._retained if matrix is not None and p.use.matrix is not matrix]
         for pending in dropped:
@@ -151,6 +152,7 @@ class Recorder:
 
     def flush(self) -> None:
         """Passes on all that has arrived."""
+        self._end_interrupted_call()
         retained, self._retained = self._retained, []
         for pending in retained:
             self._make_ready(pending)
@@ -195,7 +197,7 @@ class Recorder:
         elif self.listening() and dim is not None:
             call.trackers = [SampleTracker(size, (args, kwargs), dim) for size in self._sample_count.candidates]
             for tracker in call.trackers:
-                tracker.start()
+                tracker.start(model)
 
     def _begin_training_call(self) -> None:
         """Parameters may have been frozen, unfrozen or cast since the last call."""
@@ -214,6 +216,15 @@ class Recorder:
         if call is not None and not call.ragged and self._sample_count is not None:
             unbatched = any(tracker.unbatched for tracker in call.trackers)
             call.samples = 1 if unbatched else self._sample_count.with_output(output)
+            if any(t.samples == call.samples and not t.may_be_those_of(output) for t in call.trackers):
+                call.samples = None
+
+    def _end_interrupted_call(self) -> None:
+        """Ends a call of this thread that Ctrl-C broke off, after which torch runs no hook."""
+        call = self._call
+        if call is not None and any(tracker.interrupted() for tracker in call.trackers):
+            self._end_call()
+            self._depth = 0
 
     def _end_call(self) -> ForwardCall | None:
         call, self._call = self._call, None
@@ -273,7 +284,8 @@ class Recorder:
         """The samples of x, an output of the module or a tensor like it, for each number of samples."""
         dim = self._dims.get(use.module, 0)
         if dim is None or use.module in self._given_dims:
-            return {size: Batch(dim, size, call.ragged) for size in {call.samples, *(t.samples for t in call.trackers)}}
+            sizes = {None, call.samples, *(t.samples for t in call.trackers)}
+            return {size: Batch(dim, size, call.ragged) for size in sizes}
         if call.ragged:
             lengths = [x.shape[d] for d in {0, 1, dim} if d < x.dim()]
             if not any(length in call.ragged for length in lengths):
