@@ -22,7 +22,9 @@ def graphs() -> list[dict[str, Tensor]]:
     for nodes, edges in zip(NODES, EDGES, strict=True):
         x = torch.randn(nodes, FEATURES, generator=generator, dtype=torch.float64)
         source = torch.randint(nodes, (edges,), generator=generator)
-        edge_index = torch.stack([source, (source + 1 + torch.randint(nodes - 1, (edges,), generator=generator)) % nodes])
+        edge_index = torch.stack(
+            [source, (source + 1 + torch.randint(nodes - 1, (edges,), generator=generator)) % nodes]
+        )
         made.append({"x": x, "edge_index": edge_index, "batch": torch.zeros(nodes, dtype=torch.long)})
     return made
 

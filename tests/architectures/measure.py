@@ -69,7 +69,9 @@ def measure(architecture: Architecture) -> Found:
     )
 
 
-def errors(model: nn.Module, optimizer: ngplus.NGPlus, plan: Plan, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+def errors(
+    model: nn.Module, optimizer: ngplus.NGPlus, plan: Plan, gradients: Sequence[Mapping[str, Tensor]]
+) -> dict[str, float]:
     used = {name for name, p in model.named_parameters() if p.grad is not None}
     found = {}
     for row in plan:

@@ -59,9 +59,7 @@ _language("OPT", "OPTConfig", "OPTForCausalLM", ffn_dim=24, dropout=0.0, word_em
 _language("Falcon", "FalconConfig", "FalconForCausalLM", hidden_dropout=0.0, attention_dropout=0.0)
 _language("BLOOM", "BloomConfig", "BloomForCausalLM", n_layer=2, n_head=2, hidden_dropout=0.0, attention_dropout=0.0)
 _language("BERT", "BertConfig", "BertForMaskedLM", **NO_DROPOUT)
-_language(
-    "BERT, classification", "BertConfig", "BertForSequenceClassification", **NO_DROPOUT, classifier_dropout=0.0
-)
+_language("BERT, classification", "BertConfig", "BertForSequenceClassification", **NO_DROPOUT, classifier_dropout=0.0)
 _language("RoBERTa", "RobertaConfig", "RobertaForMaskedLM", **NO_DROPOUT)
 _language("ALBERT", "AlbertConfig", "AlbertForMaskedLM", **NO_DROPOUT, embedding_size=8)
 _language("ELECTRA", "ElectraConfig", "ElectraForPreTraining", **NO_DROPOUT, embedding_size=8)

@@ -75,8 +75,8 @@ class SampleCount:
         self.from_inputs = max(sizes, key=lambda s: (self._input_sizes[s[0]], s[1]))[0] if sizes else None
 
     def with_output(self, output: Any) -> int | None:
-        """Returns the number by inputs and output together; None if no tensor has the dimension, or if two numbers are as
-        likely."""
+        """Returns the number by inputs and output together; None if no tensor has the dimension, or if two numbers
+        are as likely."""
         expected = self.from_inputs
         if len(self._input_sizes) == 1:
             return expected

@@ -25,7 +25,7 @@ from torch.autograd import Variable
 
 from ngplus.capture.autograd import hook_target, in_backward, in_functional_call, is_batched, reaches_parameters
 from ngplus.capture.batch import BatchDims, SampleCount, modules_with_given_dim, sample_dims
-from ngplus.capture.calls import BackwardPass, Batches, ForwardCall, PendingGradient, entry_modules, is_nested_call
+from ngplus.capture.calls import BackwardPass, Batches, ForwardCall, PendingGradient, calls_in_progress, entry_modules
 from ngplus.capture.layers import Batch, LayerRule
 from ngplus.capture.layers.base import Build, Inputs, NotPerSample, no_mixed_precision
 from ngplus.capture.layers.hooks import Hook, Watcher, is_strided
@@ -169,12 +169,9 @@ class Recorder:
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or in_functional_call():
             return
-        if self._depth and self._thread == threading.get_ident() and not is_nested_call(self._entries):
-            self._end_call()  # Ctrl-C ended the last call, and no hook ran
-            self._depth = 0
+        self._end_interrupted_call(own=1)
+        self._thread = self._thread if self._depth else threading.get_ident()
         self._depth += 1
-        if self._depth == 1:
-            self._thread = threading.get_ident()
         if self._call is not None or in_backward():
             return
         if self._depth == 1:
@@ -214,15 +211,11 @@ class Recorder:
             return
         call = self._end_call()
         if call is not None and not call.ragged and self._sample_count is not None:
-            unbatched = any(tracker.unbatched for tracker in call.trackers)
-            call.samples = 1 if unbatched else self._sample_count.with_output(output)
-            if any(t.samples == call.samples and not t.may_be_those_of(output) for t in call.trackers):
-                call.samples = None
+            call.count_samples(self._sample_count, output)
 
-    def _end_interrupted_call(self) -> None:
-        """Ends a call of this thread that Ctrl-C broke off, after which torch runs no hook."""
-        call = self._call
-        if call is not None and any(tracker.interrupted() for tracker in call.trackers):
+    def _end_interrupted_call(self, own: int = 0) -> None:
+        """Ends a call that Ctrl-C broke off, after which torch runs no hook. ``own`` calls that just begin stay."""
+        if self._depth and self._thread == threading.get_ident() and calls_in_progress(self._entries) <= own:
             self._end_call()
             self._depth = 0
 
@@ -284,8 +277,7 @@ class Recorder:
         """The samples of x, an output of the module or a tensor like it, for each number of samples."""
         dim = self._dims.get(use.module, 0)
         if dim is None or use.module in self._given_dims:
-            sizes = {None, call.samples, *(t.samples for t in call.trackers)}
-            return {size: Batch(dim, size, call.ragged) for size in sizes}
+            return {n: Batch(dim, n, call.ragged) for n in {None, call.samples, *(t.samples for t in call.trackers)}}
         if call.ragged:
             lengths = [x.shape[d] for d in {0, 1, dim} if d < x.dim()]
             if not any(length in call.ragged for length in lengths):

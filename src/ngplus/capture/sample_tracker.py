@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ngplus.capture import axis_indexing as axis_indexing  # registers its rules
-from ngplus.capture import axis_rules as axis_rules
+from ngplus.capture import axis_layers, axis_rules
 from ngplus.capture.batch import Batch
 from ngplus.capture.sample_axis import RULES, Location, SampleAxis, UnknownAxis, tensors
 from ngplus.utils.dtensor import is_dtensor
@@ -135,7 +135,7 @@ class SampleTracker(TorchFunctionMode):
             self.mark(base, UnknownAxis(name))
         unknown = next((each for each in given if isinstance(each, UnknownAxis)), UnknownAxis(name))
         rule = RULES.get(name)
-        if rule not in (axis_rules.entrywise, axis_rules.linear):
+        if rule not in (axis_rules.entrywise, axis_layers.linear):
             unknown = replace(unknown, chosen=False)
         try:
             found = unknown if rule is None else rule(self, args, kwargs, out)
