@@ -44,9 +44,10 @@ _images("MobileNet v2", "MobileNetV2Config", "MobileNetV2ForImageClassification"
         classifier_dropout_prob=0.0, size=32)  # fmt: skip
 _images("SegFormer", "SegformerConfig", "SegformerForSemanticSegmentation", num_encoder_blocks=2, depths=[1, 1],
         sr_ratios=[2, 1], hidden_sizes=[8, 16], patch_sizes=[3, 3], strides=[2, 2], num_attention_heads=[1, 2],
-        mlp_ratios=[2, 2], decoder_hidden_size=8, classifier_dropout_prob=0.0, drop_path_rate=0.0, **NO_DROPOUT)  # fmt: skip
-_images("YOLOS", "YolosConfig", "YolosForObjectDetection", "logits", "pred_boxes", **{**PATCHES, "image_size": [16, 16]},
-        num_detection_tokens=3)  # fmt: skip
+        mlp_ratios=[2, 2], decoder_hidden_size=8, classifier_dropout_prob=0.0, drop_path_rate=0.0,
+        **NO_DROPOUT)  # fmt: skip
+_images("YOLOS", "YolosConfig", "YolosForObjectDetection", "logits", "pred_boxes",
+        **{**PATCHES, "image_size": [16, 16]}, num_detection_tokens=3)  # fmt: skip
 
 
 @architecture("DETR", LIBRARY)

@@ -93,8 +93,8 @@ calls("log_sigmoid", lambda x: F.logsigmoid(x))
 calls("bitwise_not __invert__", lambda f, x: f(whole(x)))
 calls(
     """add add_ atan2 copy_ copysign div div_ divide eq float_power floor_divide fmod ge greater gt hypot isclose le
-    less logaddexp logical_and logical_or logical_xor lt maximum minimum mul mul_ multiply ne pow pow_ remainder rsub sub
-    sub_ subtract true_divide xlogy __eq__ __floordiv__ __rdiv__ __rfloordiv__ __rmod__ __rpow__ __rsub__""",
+    less logaddexp logical_and logical_or logical_xor lt maximum minimum mul mul_ multiply ne pow pow_ remainder rsub
+    sub sub_ subtract true_divide xlogy __eq__ __floordiv__ __rdiv__ __rfloordiv__ __rmod__ __rpow__ __rsub__""",
     lambda f, x: f(x.clone(), same(5)),
     lambda f, x: f(x.clone(), x * 0.5),
     lambda f, x: f(same(*x.shape), x),

@@ -5,9 +5,9 @@ a list of them for several results, or ``...`` where it is not known. The tracke
 fits.
 
 A rule says where the rows of a sample are, not that nothing else went into them. The gradients of rows add up to that
-of a layer's weight, whatever made the rows. So a function that mixes samples and keeps each row in its place, as a batch
-norm, a softmax or a cumulative sum over the samples does, keeps the location; one that moves rows to other places, as a
-sort or a shuffle does, loses it.
+of a layer's weight, whatever made the rows. So a function that mixes samples and keeps each row in its place, as a
+batch norm, a softmax or a cumulative sum over the samples does, keeps the location; one that moves rows to other
+places, as a sort or a shuffle does, loses it.
 """
 
 from __future__ import annotations
