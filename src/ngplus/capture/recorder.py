@@ -25,7 +25,7 @@ from torch.autograd import Variable
 
 from ngplus.capture.autograd import hook_target, in_backward, in_functional_call, is_batched, reaches_parameters
 from ngplus.capture.batch import BatchDims, SampleCount, modules_with_given_dim, sample_dims
-from ngplus.capture.calls import BackwardPass, Batches, ForwardCall, PendingGradient, entry_modules, is_nested_call
+from ngplus.capture.calls import BackwardPass, Batches, ForwardCall, PendingGradient, calls_in_progress, entry_modules
 from ngplus.capture.layers import Batch, LayerRule
 from ngplus.capture.layers.base import Build, Inputs, NotPerSample, no_mixed_precision
 from ngplus.capture.layers.hooks import Hook, Watcher, is_strided
@@ -145,6 +145,7 @@ class Recorder:
 
     def discard(self, matrix: ParameterMatrix | None = None) -> None:
         """Drops what has arrived, for one matrix or all. Gradients of past forward calls may still arrive."""
+        self._end_interrupted_call()
         dropped = [p for p in self._retained if matrix is None or p.use.matrix is matrix]
         self._retained = [p for p in self._retained if matrix is not None and p.use.matrix is not matrix]
         for pending in dropped:
@@ -154,6 +155,7 @@ class Recorder:
 
     def flush(self) -> None:
         """Passes on all that has arrived."""
+        self._end_interrupted_call()
         retained, self._retained = self._retained, []
         for pending in retained:
             self._make_ready(pending)
@@ -168,12 +170,9 @@ class Recorder:
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or in_functional_call():
             return
-        if self._depth and self._thread == threading.get_ident() and not is_nested_call(self._entries):
-            self._end_call()  # Ctrl-C ended the last call, and no hook ran
-            self._depth = 0
+        self._end_interrupted_call(own=1)
+        self._thread = self._thread if self._depth else threading.get_ident()
         self._depth += 1
-        if self._depth == 1:
-            self._thread = threading.get_ident()
         if self._call is not None or in_backward():
             return
         if self._depth == 1:
@@ -196,7 +195,7 @@ class Recorder:
         elif self.listening() and dim is not None:
             call.trackers = [SampleTracker(size, (args, kwargs), dim) for size in self._sample_count.candidates]
             for tracker in call.trackers:
-                tracker.start()
+                tracker.start(model)
 
     def _begin_training_call(self) -> None:
         """Parameters may have been frozen, unfrozen or cast since the last call."""
@@ -213,8 +212,13 @@ class Recorder:
             return
         call = self._end_call()
         if call is not None and not call.ragged and self._sample_count is not None:
-            unbatched = any(tracker.unbatched for tracker in call.trackers)
-            call.samples = 1 if unbatched else self._sample_count.with_output(output)
+            call.count_samples(self._sample_count, output)
+
+    def _end_interrupted_call(self, own: int = 0) -> None:
+        """Ends a call that Ctrl-C broke off, after which torch runs no hook. ``own`` calls that just begin stay."""
+        if self._depth and self._thread == threading.get_ident() and calls_in_progress(self._entries) <= own:
+            self._end_call()
+            self._depth = 0
 
     def _end_call(self) -> ForwardCall | None:
         call, self._call = self._call, None
@@ -274,7 +278,7 @@ class Recorder:
         """The samples of x, an output of the module or a tensor like it, for each number of samples."""
         dim = self._dims.get(use.module, 0)
         if dim is None or use.module in self._given_dims:
-            return {size: Batch(dim, size, call.ragged) for size in {call.samples, *(t.samples for t in call.trackers)}}
+            return {n: Batch(dim, n, call.ragged) for n in {None, call.samples, *(t.samples for t in call.trackers)}}
         if call.ragged:
             lengths = [x.shape[d] for d in {0, 1, dim} if d < x.dim()]
             if not any(length in call.ragged for length in lengths):
