@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ngplus.capture.layers.base import NotPerSample
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.fisher import products
 from ngplus.fisher.factors import Factors
@@ -28,6 +29,12 @@ class Accumulator:
 
     def take_in(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int, check: bool = False) -> None:
         """Adds the factors of a micro-batch; with ``check`` also to ``gradient``."""
+        try:
+            self._take_in(matrix, factors, group, seed, check)
+        except NotPerSample as reason:
+            matrix.fall_back_at_step(str(reason))
+
+    def _take_in(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int, check: bool) -> None:
         matrix.seen = (factors.samples, factors.positions)
         self.samples += factors.samples
         if check:

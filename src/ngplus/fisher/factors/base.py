@@ -36,6 +36,20 @@ class LazyFactor(Protocol):
         """Multiplications of ``gram`` per sample."""
 
 
+class LazyGradients(Protocol):
+    """G_i computed on demand for some samples, as those of a module without a rule."""
+
+    shape: tuple[int, int, int, int]  # [groups, samples, m, n]
+    dtype: torch.dtype
+    entries: int  # temporary entries of ``take`` per sample, besides its result
+
+    def take(self, samples: Samples) -> Tensor:
+        """G_i of these samples, [groups, samples, m, n]."""
+
+    def total(self) -> Tensor:
+        """sum_i G_i, [groups, m, n]."""
+
+
 Factor = Tensor | LazyFactor
 NARROW = ("mps",)  # devices without float64
 

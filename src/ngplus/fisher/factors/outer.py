@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ngplus.fisher.factors.base import Factor, Factors, Pair, Samples, take
+from ngplus.fisher.factors.base import Factor, Factors, LazyGradients, Pair, Samples, take
 from ngplus.fisher.sketch import Sketch
 
 CHUNK = 2**22  # entries that ``Outer.gradient_sum`` computes at a time
@@ -137,6 +137,30 @@ class Rows(Factors):
 
     def gradients(self, samples: Samples, dtype: torch.dtype) -> Tensor:
         return self.values[:, samples].to(dtype)
+
+
+@dataclass
+class OnDemand(Factors):
+    """G_i computed when it is asked for, for some samples at a time."""
+
+    source: LazyGradients
+
+    def __post_init__(self) -> None:
+        self.groups, self.samples, self.rows, self.cols = self.source.shape
+        self.positions = min(self.rows, self.cols)
+
+    @property
+    def half_precision(self) -> bool:
+        return self.source.dtype in (torch.float16, torch.bfloat16)
+
+    def gradients(self, samples: Samples, dtype: torch.dtype) -> Tensor:
+        return self.source.take(samples).to(dtype)
+
+    def gradient_sum(self, dtype: torch.dtype) -> Tensor:
+        return self.source.total().to(dtype)
+
+    def memory(self, side: str, form: str, other: int) -> int:
+        return 2 * super().memory(side, form, other) + self.source.entries
 
 
 def gram_root(gram: Tensor) -> Tensor:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
-from ngplus.fisher.factors.base import Factors, Pair, Samples, take
-from ngplus.fisher.factors.outer import Outer, Rows, gram_root
+from ngplus.fisher.factors.base import Factors, LazyGradients, Pair, Samples, take
+from ngplus.fisher.factors.outer import OnDemand, Outer, Rows, gram_root
 from ngplus.fisher.factors.ragged import Segments
 from ngplus.fisher.factors.tables import Bags, Lookup
 from ngplus.fisher.sketch import Sketch
@@ -127,8 +128,25 @@ def widen(factors: Factors, columns: Sequence[int], total: int) -> Factors:
         return Segments(factors.left, place(factors.right), factors.sizes)
     if isinstance(factors, Joined):
         return Joined([widen(use, columns, total) for use in factors.uses])
+    if isinstance(factors, OnDemand):
+        return OnDemand(_Widened(factors.source, place, total))
     assert isinstance(factors, Rows)
     return Rows(place(factors.values))
+
+
+class _Widened:
+    """Gradients of a part of a matrix's columns, with zeros in the others."""
+
+    def __init__(self, source: LazyGradients, place: Callable[[Tensor], Tensor], total: int) -> None:
+        self._source, self._place = source, place
+        self.shape, self.dtype = (*source.shape[:3], total), source.dtype
+        self.entries = source.entries + prod(source.shape) // source.shape[1]
+
+    def take(self, samples: Samples) -> Tensor:
+        return self._place(self._source.take(samples))
+
+    def total(self) -> Tensor:
+        return self._place(self._source.total())
 
 
 def _inner(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
