@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngplus.capture.batch import Batch
-from ngplus.capture.layers.base import Active, Inputs, LayerRule, register_layer
+from ngplus.capture.layers.base import Active, Inputs, register_layer
+from ngplus.capture.layers.computed import Functions, WeightRule, with_sources
 from ngplus.capture.layers.layout import MatrixSpec
 from ngplus.fisher.factors import Factors, Outer
 
@@ -54,6 +56,10 @@ class Patches:
             every: tuple[Any, ...] = (..., *(slice(o * d, o * d + s * (m - 1) + 1, s) for o, d, s, m in steps))
             out[:, :, :, i] = x[every]
         return out.flatten(2, 3).flatten(3).mT
+
+    @property
+    def nbytes(self) -> int:
+        return self._x.nbytes
 
     @property
     def gram_cost(self) -> float:
@@ -141,7 +147,7 @@ class Patches:
         return out.flatten(2).mT if side == "left" else out.flatten(1, 2)
 
 
-class _ConvolutionRule(LayerRule):
+class _ConvolutionRule(WeightRule):
     """A convolution: G_i = sum over output positions p of g_ip [patch_ip; 1]^T, for each group."""
 
     bias_needs_input = False
@@ -173,8 +179,24 @@ class ConvRule(_ConvolutionRule):
         (2, (3, 19))
     """
 
+    functions: ClassVar[Functions] = dict.fromkeys(
+        (F.conv1d, F.conv2d, F.conv3d), ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    )
+
     def matrices(self, module: Any) -> list[MatrixSpec]:
-        return [MatrixSpec(("weight", "bias"), ("rows", "column"), module.groups)]
+        return with_sources(module, MatrixSpec(("weight", "bias"), ("rows", "column"), module.groups))
+
+    def options(self, given: Mapping[str, Any]) -> Any:
+        options = _geometry(given)
+        padding = options.padding
+        if padding == "same":
+            spans = [d * (k - 1) for d, k in zip(options.dilation, options.kernel_size, strict=True)]
+            both = [side for span in reversed(spans) for side in (span // 2, span - span // 2)]
+        else:
+            each = (0,) * len(options.kernel_size) if padding == "valid" else padding
+            both = [pad for pad in reversed(each) for _ in range(2)]
+        options._reversed_padding_repeated_twice, options.padding_mode = both, "zeros"
+        return options
 
     def _patches(self, module: Any, x: Tensor, out: Sequence[int], samples: int) -> Patches:
         padding = module._reversed_padding_repeated_twice
@@ -192,8 +214,16 @@ class ConvTransposeRule(_ConvolutionRule):
         (6, 37)
     """
 
+    functions: ClassVar[Functions] = dict.fromkeys(
+        (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+        ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation"),
+    )
+
     def matrices(self, module: Any) -> list[MatrixSpec]:
-        return [MatrixSpec(("weight", "bias"), ("transposed", "column"), module.groups)]
+        return with_sources(module, MatrixSpec(("weight", "bias"), ("transposed", "column"), module.groups))
+
+    def options(self, given: Mapping[str, Any]) -> Any:
+        return _geometry(given)
 
     def _patches(self, module: Any, x: Tensor, out: Sequence[int], samples: int) -> Patches:
         kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
@@ -208,6 +238,25 @@ class ConvTransposeRule(_ConvolutionRule):
             before = reach - int(module.padding[dim])
             padding += [before, out[dim] + reach - sizes[dim] - before]
         return Patches(F.pad(spread, padding), kernel, (1,) * len(kernel), dilation, module.groups, samples, flip=True)
+
+
+def _geometry(given: Mapping[str, Any]) -> SimpleNamespace:
+    """The attributes of a module for a call of a function with these arguments."""
+    kernel = tuple(given["weight"].shape[2:])
+
+    def each(name: str, default: int) -> Any:
+        value = given.get(name, default)
+        value = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+        value = value[0] if isinstance(value, tuple) and len(value) == 1 else value
+        return (value,) * len(kernel) if isinstance(value, int) else value
+
+    return SimpleNamespace(
+        kernel_size=kernel,
+        groups=given.get("groups", 1),
+        stride=each("stride", 1),
+        padding=each("padding", 0),
+        dilation=each("dilation", 1),
+    )
 
 
 def _prod(values: Sequence[int]) -> int:

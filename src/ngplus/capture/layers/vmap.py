@@ -19,7 +19,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
 from ngplus.capture.batch import Batch
-from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample
+from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample, without_vmap_warnings
 from ngplus.capture.layers.hooks import Watcher
 from ngplus.capture.layers.layout import Layout, MatrixSpec, kind_of
 from ngplus.fisher.factors import Factors, OnDemand
@@ -163,17 +163,18 @@ class _VmapGradients:
         self._order, self._sizes = _rows_by_sample(batch, rows, self._gradient.device)
         self._ends = list(accumulate(self._sizes))
         self.shape = (layout.groups, len(self._sizes), layout.rows, layout.cols)
-        self.dtype = state[names[0]].dtype
+        self.half_precision = state[names[0]].dtype in (torch.float16, torch.bfloat16)
+        self.nbytes = sum(x.nbytes for x in state.values())
         self._size = layout.groups * layout.rows * layout.cols
         tensors = [self._gradient, *(x for x, axis in zip(*inputs, strict=True) if axis is not None)]
         self.entries = 2 * self._size + ACTIVATIONS * sum(x.numel() for x in tensors) // rows
 
-    def take(self, samples: Samples) -> Tensor:
+    def take(self, samples: Samples, dtype: torch.dtype) -> Tensor:
         chosen = range(len(self._sizes))[samples] if isinstance(samples, slice) else samples.tolist()
         spans = [self._order[self._ends[i] - self._sizes[i] : self._ends[i]] for i in chosen]
         owner = torch.arange(len(spans)).repeat_interleave(torch.tensor([len(span) for span in spans]))
         groups, _, m, n = self.shape
-        out = self._gradient.new_zeros(len(spans), groups, m, n, dtype=self.dtype)
+        out = self._gradient.new_zeros(len(spans), groups, m, n, dtype=dtype)
 
         def each(state: dict[str, Tensor], varied: dict[str, Tensor], inputs: list[Tensor], g: Tensor) -> Tensor:
             def joined(inputs: list[Tensor], g: Tensor) -> Tensor:
@@ -184,11 +185,11 @@ class _VmapGradients:
 
         start = 0
         for values in self._by_rows(each, torch.cat(spans)):
-            out.index_add_(0, owner[start : start + len(values)].to(out.device), values.to(self.dtype))
+            out.index_add_(0, owner[start : start + len(values)].to(out.device), values.to(dtype))
             start += len(values)
         return out.transpose(0, 1)
 
-    def total(self) -> Tensor:
+    def total(self, dtype: torch.dtype) -> Tensor:
         def summed(state: dict[str, Tensor], varied: dict[str, Tensor], inputs: list[Tensor], g: Tensor) -> Tensor:
             def of_rows(params: dict[str, Tensor]) -> Tensor:
                 rows = vmap(lambda x, g: self._inner(params, state, x, g), in_dims=(self._in_dims, self._dim))
@@ -198,7 +199,7 @@ class _VmapGradients:
             return self._layout.join([found[name] for name in self._names])
 
         groups, _, m, n = self.shape
-        out = self._gradient.new_zeros(groups, m, n, dtype=self.dtype)
+        out = self._gradient.new_zeros(groups, m, n, dtype=dtype)
         for part in self._by_rows(summed, self._order):
             out += part
         return out
@@ -215,7 +216,7 @@ class _VmapGradients:
             state = {name: x.clone() for name, x in self._state.items()}
             varied = {name: state.pop(name) for name in self._names}
             try:
-                with torch.enable_grad():
+                with torch.enable_grad(), without_vmap_warnings():
                     found = function(state, varied, inputs, self._gradient.index_select(self._dim, chunk))
             except torch.OutOfMemoryError:
                 raise

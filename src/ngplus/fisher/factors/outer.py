@@ -88,7 +88,7 @@ class Outer(Factors):
         return tall, tall
 
     def low_rank(self, side: str, samples: Samples, dtype: torch.dtype) -> Tensor:
-        if self.positions > 1 and self.curved_and_other(side)[1] <= self.positions:
+        if self.low_rank_form(side) == "explicit":
             return self.pair(side, "explicit", samples, None, dtype)[0].mT
         curved = self._curved(side, samples, dtype)
         other, ones = self._other(side, samples, None, dtype)
@@ -96,6 +96,10 @@ class Outer(Factors):
             weight = other.square().sum(-1, keepdim=True) + float(ones)
             return (weight.sqrt() * curved).flatten(1, 2).mT
         return (gram_root(other @ other.mT + float(ones)) @ curved).flatten(1, 2).mT
+
+    def low_rank_form(self, side: str) -> str:
+        many = self.positions > 1 and self.curved_and_other(side)[1] <= self.positions
+        return "explicit" if many else "gram"
 
     def costs(self, side: str, other: int, block: int) -> dict[str, float]:
         d, _ = self.curved_and_other(side)
@@ -135,6 +139,10 @@ class Rows(Factors):
         self.groups, self.samples, self.rows, self.cols = self.values.shape
         self.positions = min(self.rows, self.cols)
 
+    @property
+    def extra_bytes(self) -> int:
+        return self.nbytes
+
     def gradients(self, samples: Samples, dtype: torch.dtype) -> Tensor:
         return self.values[:, samples].to(dtype)
 
@@ -151,13 +159,17 @@ class OnDemand(Factors):
 
     @property
     def half_precision(self) -> bool:
-        return self.source.dtype in (torch.float16, torch.bfloat16)
+        return self.source.half_precision
+
+    @property
+    def extra_bytes(self) -> int:
+        return self.nbytes
 
     def gradients(self, samples: Samples, dtype: torch.dtype) -> Tensor:
-        return self.source.take(samples).to(dtype)
+        return self.source.take(samples, dtype)
 
     def gradient_sum(self, dtype: torch.dtype) -> Tensor:
-        return self.source.total().to(dtype)
+        return self.source.total(dtype)
 
     def memory(self, side: str, form: str, other: int) -> int:
         return 2 * super().memory(side, form, other) + self.source.entries
