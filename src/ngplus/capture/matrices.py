@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ngplus.capture.layers import LayerRule, Layout, MatrixSpec, UnknownModuleRule, rule_for
 from ngplus.capture.layers.base import NotPerSample, has_own_forward
-from ngplus.capture.layers.layout import kind_of
+from ngplus.capture.layers.layout import spec_of
 from ngplus.fisher.blocks import BlockPartition
 from ngplus.fisher.products import REFRESH_MEMORY
 
@@ -170,9 +170,10 @@ def separate(matrix: ParameterMatrix) -> list[ParameterMatrix]:
     return parts
 
 
-def lone_matrix(name: str, param: nn.Parameter) -> ParameterMatrix:
+def lone_matrix(name: str, param: nn.Parameter, module: nn.Module | None = None) -> ParameterMatrix:
     """Makes the matrix of a parameter without a rule."""
-    return ParameterMatrix([name], [param], [kind_of(param.shape)])
+    spec = spec_of(name, param.shape, module)
+    return ParameterMatrix([name], [param], [*spec.kinds], spec.groups)
 
 
 def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tuple[list[ParameterMatrix], list[Use]]:
@@ -234,9 +235,10 @@ def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tupl
             for index, spec in enumerate(unknown.matrices(module)):
                 bind(module, unknown, index, spec, "vmap")
     in_model = set(params if model is None else model.parameters())
+    owners = {p: module for module in ([] if model is None else model.modules()) for p in module._parameters.values()}
     for param, name in params.items():
         if param not in of_param:
-            matrices.append(lone_matrix(name, param))
+            matrices.append(lone_matrix(name, param, owners.get(param)))
             matrices[-1].reason = (
                 "no layer rule covers it" if param in in_model else "it is no parameter of the model that was given"
             )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ngplus.capture.layers.base import Build, Inputs
+from ngplus.capture.layers.computed import WeightRule, sources_of
 from ngplus.capture.layers.embedding import ForAllSamples
 
 if TYPE_CHECKING:
@@ -101,6 +102,9 @@ class Watcher:
                 return None
             if not recorder.recording(use.matrix):
                 recorder.note_samples(use, output)
+                return None
+            if isinstance(use.rule, WeightRule) and sources_of(module):
+                self.refuse(matrix, "its weight is computed since the optimizer was made: make the optimizer anew")
                 return None
             build = partial(use.rule.factors, module)
             return self.record_call(matrix, module, use.rule.inputs(module, args, kwargs), output, build)

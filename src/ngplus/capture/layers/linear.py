@@ -1,4 +1,4 @@
-"""Rules of Linear, and of the transposed Conv1D of Hugging Face transformers."""
+"""Rules of Linear, that of torch_geometric included, and of the transposed Conv1D of Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def linear_factors(x: Tensor | None, grad: Tensor, active: Active, batch: Batch)
     return Outer(g[None], a[None], ones=len(active) > 1 and active[1])
 
 
-@register_layer(nn.Linear)
+@register_layer(nn.Linear, "torch_geometric.nn.dense.linear.Linear")
 class LinearRule(WeightRule):
     """y = x W^T + b on input of any number of dimensions: [W b] is (out, in + 1).
 

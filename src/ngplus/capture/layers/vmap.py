@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ngplus.capture.batch import Batch
 from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample, without_vmap_warnings
 from ngplus.capture.layers.hooks import Watcher
-from ngplus.capture.layers.layout import Layout, MatrixSpec, kind_of
+from ngplus.capture.layers.layout import Layout, MatrixSpec, spec_of
 from ngplus.fisher.factors import Factors, OnDemand
 from ngplus.fisher.factors.base import Samples
 from ngplus.fisher.products import CHUNK_BYTES
@@ -45,13 +45,16 @@ class UnknownModuleRule(LayerRule):
 
     def matrices(self, module: Any) -> list[MatrixSpec]:
         shapes = {name: p.shape for name, p in module._parameters.items() if p is not None}
-        pairs = {
-            name: bias
-            for name, shape in shapes.items()
-            if (bias := name.replace("weight", "bias")) != name and len(shape) > 1 and shapes.get(bias) == shape[:1]
-        }
-        single = [name for name in shapes if name not in {*pairs, *pairs.values()}]
-        return [MatrixSpec(pair) for pair in pairs.items()] + [MatrixSpec((n,), (kind_of(shapes[n]),)) for n in single]
+        alone = {name: spec_of(name, shape, module) for name, shape in shapes.items()}
+        biases = {name: name.replace("weight", "bias") for name in shapes if "weight" in name}
+        joined = []
+        for name, bias in biases.items():
+            kind, shape = alone[name].kinds[0], shapes[name]
+            if len(shape) > 1 and shapes.get(bias) == shape[: 2 if kind == "batched" else 1]:
+                kinds = (kind if kind == "batched" else "rows", "column")
+                joined.append(MatrixSpec((name, bias), kinds, alone[name].groups))
+        found = {name for spec in joined for name in spec.names}
+        return joined + [spec for name, spec in alone.items() if name not in found]
 
     def watch(self, module: Any, watcher: Watcher) -> list[Any]:
         specs = self.matrices(module)
