@@ -53,15 +53,18 @@ class Tied(nn.Module):
 
 
 class Largest(TorchDispatchMode):
-    """Notes the bytes of the largest tensor that is made."""
+    """Notes the bytes of the largest tensor that is made, and the number of those with as many bytes or more."""
 
-    bytes = 0
+    def __init__(self, least: int = 0) -> None:
+        super().__init__()
+        self.bytes, self.large, self._least = 0, 0, least
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for x in tree_leaves(out):
-            if isinstance(x, Tensor) and not x._is_view():
-                self.bytes = max(self.bytes, x.nbytes)
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given:  # no view, and not in place
+                self.bytes, self.large = max(self.bytes, x.nbytes), self.large + (x.nbytes >= self._least)
         return out
 
 
@@ -121,6 +124,37 @@ def test_no_tensor_of_a_refresh_is_larger_than_a_chunk(
         optimizer = stepped(model, x, solver="dense")
     assert optimizer.plan()["weight"].source in ("vmap", "sample")
     assert largest.bytes <= max(chunk, x.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.LayerNorm(64), (32, 128, 64)),
+        (lambda: nn.GroupNorm(4, 64), (32, 64, 16, 8)),
+        (lambda: nn.Conv2d(2, 3, 3, padding=1), (256, 2, 16, 16)),
+        (lambda: nn.ConvTranspose2d(2, 3, 3, stride=2), (256, 2, 8, 8)),
+    ],
+    ids=["LayerNorm", "GroupNorm", "Conv2d", "ConvTranspose2d"],
+)
+def test_inputs_are_not_copied_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    for module in ("fisher.products", "capture.layers.norm"):
+        monkeypatch.setattr(f"ngplus.{module}.CHUNK_BYTES", 2**16)
+    monkeypatch.setattr("ngplus.fisher.factors.outer.CHUNK", 2**14)
+    model, x = make(), torch.randn(*shape)
+
+    def large() -> int:
+        with Largest(x.nbytes // 2) as made:
+            model(x).square().sum().backward()
+        return made.large
+
+    alone = large()
+    model.zero_grad()
+    optimizer = ngplus.NGPlus(model, lr=0.0)
+    assert large() == alone
+    optimizer.step()
+    assert optimizer.plan()[0].source == "sample"
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -25,29 +25,38 @@ class Patches:
     """The unfolded input of a convolution, [groups, samples, positions, in/groups * kernel].
 
     Patches are made for a few samples at a time: those of a whole batch take prod(kernel) times the input's memory.
-    ``padded`` is [samples * images, channels, *size], with one image a sample unless samples were flattened.
+    ``x`` is [samples * images, channels, *size], with one image a sample unless samples were flattened. ``pad`` pads
+    such a tensor, with the images of some samples.
     """
 
     def __init__(
         self,
-        padded: Tensor,
+        x: Tensor,
         kernel: Sequence[int],
         stride: Sequence[int],
         dilation: Sequence[int],
         groups: int,
         samples: int,
         flip: bool = False,
+        pad: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._x = padded.unflatten(0, (samples, -1)).unflatten(2, (groups, -1))  # [samples, images, groups, in, *size]
+        self._x, self._groups, self._pad = x.unflatten(0, (samples, -1)), groups, pad
+        self._size = tuple(x[:1].shape[2:] if pad is None else pad(x[:1]).shape[2:])  # of a padded image
         self._kernel, self._stride, self._dilation, self._flip = tuple(kernel), tuple(stride), tuple(dilation), flip
         spans = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        self._out = tuple((n - r - 1) // s + 1 for n, r, s in zip(padded.shape[2:], spans, stride, strict=True))
-        images, inputs = self._x.shape[1], self._x.shape[3]
+        self._out = tuple((n - r - 1) // s + 1 for n, r, s in zip(self._size, spans, stride, strict=True))
+        images, inputs = self._x.shape[1], self._x.shape[2] // groups
         self.shape: tuple[int, ...] = (groups, samples, images * _prod(self._out), inputs * _prod(kernel))
+
+    def _padded(self, samples: Tensor | slice) -> Tensor:
+        """Returns the padded images of these samples, [samples, images, groups, in, *size]."""
+        x = self._x[samples]
+        x = x if self._pad is None else self._pad(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        return x.unflatten(2, (self._groups, -1))
 
     def take(self, samples: Tensor | slice) -> Tensor:
         """Returns the patches of these samples, copied kernel offset by kernel offset."""
-        x = self._x[samples]
+        x = self._padded(samples)
         x = x.permute(2, 0, 3, 1, *range(4, x.dim()))  # [groups, samples, in/groups, images, *size]
         out = x.new_empty(*x.shape[:3], _prod(self._kernel), x.shape[3], *self._out)
         offsets = itertools.product(*(range(k) for k in self._kernel))
@@ -64,7 +73,7 @@ class Patches:
     @property
     def gram_cost(self) -> float:
         """Multiplications of ``gram`` a sample; adding to a Gram matrix takes the time of about eight of them."""
-        pixels, inputs = _prod(self._x.shape[4:]), self._x.shape[3]
+        pixels, inputs = _prod(self._size), self._x.shape[2] // self._groups
         if not self._by_pixels:
             return float(self.shape[2] ** 2 * self.shape[3])
         return float(pixels**2 * (inputs + 8 * _prod(self._kernel)))
@@ -81,7 +90,7 @@ class Patches:
         if not self._by_pixels:
             patches = self.take(samples).to(dtype)
             return patches @ patches.mT
-        x = self._x[samples][:, 0].transpose(0, 1).to(dtype)  # [groups, samples, in, *size]
+        x = self._padded(samples)[:, 0].transpose(0, 1).to(dtype)  # [groups, samples, in, *size]
         steps = [_prod(x.shape[i + 1 :]) for i in range(3, x.dim())]  # strides of the flat image
         starts = [
             sum(o * d * step for o, d, step in zip(offset, self._dilation, steps, strict=True))
@@ -126,7 +135,7 @@ class Patches:
         return enough and _prod(self._kernel) > 1 and torch.backends.mkldnn.is_available()
 
     def _outer_by_torch(self, samples: Tensor | slice, left: Tensor, side: str, ones: bool) -> Tensor:
-        x, n = self._x[samples], len(self._kernel)
+        x, n = self._padded(samples), len(self._kernel)
         count, images, groups, inputs = x.shape[:4]
         m, cols = left.shape[-1], self.shape[-1]
         shape = (groups, m, count, cols + ones) if side == "left" else (groups, count, m, cols + ones)
@@ -200,9 +209,12 @@ class ConvRule(_ConvolutionRule):
 
     def _patches(self, module: Any, x: Tensor, out: Sequence[int], samples: int) -> Patches:
         padding = module._reversed_padding_repeated_twice
-        if any(padding):
-            x = F.pad(x, padding, mode="constant" if module.padding_mode == "zeros" else module.padding_mode)
-        return Patches(x, module.kernel_size, module.stride, module.dilation, module.groups, samples)
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+
+        def pad(x: Tensor) -> Tensor:
+            return F.pad(x, padding, mode=mode) if any(padding) else x
+
+        return Patches(x, module.kernel_size, module.stride, module.dilation, module.groups, samples, pad=pad)
 
 
 @register_layer(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -228,16 +240,20 @@ class ConvTransposeRule(_ConvolutionRule):
     def _patches(self, module: Any, x: Tensor, out: Sequence[int], samples: int) -> Patches:
         kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
         sizes = [(size - 1) * s + 1 for size, s in zip(x.shape[2:], stride, strict=True)]
-        spread = x.new_zeros(*x.shape[:2], *sizes)
-        every: tuple[Any, ...] = (..., *(slice(None, None, s) for s in stride))
-        spread[every] = x
         # Output position q sees input position q + before - kernel offset; the other end follows from the output size.
         padding: list[int] = []
         for dim in reversed(range(len(kernel))):
             reach = dilation[dim] * (kernel[dim] - 1)
             before = reach - int(module.padding[dim])
             padding += [before, out[dim] + reach - sizes[dim] - before]
-        return Patches(F.pad(spread, padding), kernel, (1,) * len(kernel), dilation, module.groups, samples, flip=True)
+
+        def pad(x: Tensor) -> Tensor:
+            spread = x.new_zeros(*x.shape[:2], *sizes)
+            every: tuple[Any, ...] = (..., *(slice(None, None, s) for s in stride))
+            spread[every] = x
+            return F.pad(spread, padding)
+
+        return Patches(x, kernel, (1,) * len(kernel), dilation, module.groups, samples, flip=True, pad=pad)
 
 
 def _geometry(given: Mapping[str, Any]) -> SimpleNamespace:
