@@ -54,16 +54,16 @@ def test_a_module_that_is_never_called() -> None:
     assert optimizer.plan()["a.weight"].note.startswith("no gradient was captured:")
 
 
-class Cosine(nn.Linear):
+class Unit(nn.LayerNorm):
     """Its weight is no factor of the output, and its bias is none of it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(F.normalize(x), F.normalize(self.weight))
+        return F.layer_norm(x, self.normalized_shape) * F.normalize(self.weight, dim=0)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_weight_is_looked_at_without_its_bias(bias: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Cosine(4, 3, bias=bias))
+    model = nn.Sequential(nn.Linear(4, 3), Unit(3, bias=bias))
     optimizer = step_that_leaves_out(model, "1")
     assert [row.source for row in optimizer.plan()] == ["sample", "batch"]
 

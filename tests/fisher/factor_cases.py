@@ -14,6 +14,7 @@ from ngplus.fisher.factors import (
     Factors,
     Joined,
     Lookup,
+    OnDemand,
     Outer,
     Rows,
     Segments,
@@ -108,6 +109,28 @@ def segments(sizes: tuple[int, ...] = (3, 1, 0, 7, 2), seed: int = 41) -> Built:
     return Segments(left, right, sizes), dense
 
 
+class Stored:
+    """Gradients that were computed before."""
+
+    entries = nbytes = 0
+    half_precision = False
+
+    def __init__(self, dense: Tensor) -> None:
+        self._dense = dense
+        self.shape = (dense.shape[0], dense.shape[1], dense.shape[2], dense.shape[3])
+
+    def take(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
+        return self._dense[:, samples].to(dtype)
+
+    def total(self, dtype: torch.dtype) -> Tensor:
+        return self._dense.sum(1).to(dtype)
+
+
+def on_demand(groups: int = 1) -> Built:
+    dense = random(groups, SAMPLES, ROWS, COLS, seed=71)
+    return OnDemand(Stored(dense)), dense
+
+
 def joined(*uses: Built) -> Built:
     dense = uses[0][1]
     for _, more in uses[1:]:
@@ -132,6 +155,8 @@ BUILDERS: dict[str, Callable[[], Built]] = {
     "bags": bags,
     "rows": lambda: rows(),
     "rows-groups": lambda: rows(groups=2),
+    "on demand": lambda: on_demand(),
+    "on demand-groups": lambda: on_demand(2),
     "segments": lambda: segments(),
     "segments+segments": lambda: joined(segments(), segments((1, 1, 4, 2, 1), seed=45)),
     "segments+outer": lambda: joined(segments(), outer(2, ones=True)),
@@ -145,6 +170,7 @@ BUILDERS: dict[str, Callable[[], Built]] = {
     "lookup+outer+lookup": lambda: joined(lookup(2), outer(1), lookup(3, seed=15)),
     "rows+rows": lambda: joined(rows(), rows(seed=35)),
     "rows+outer": lambda: joined(rows(), outer(3, ones=True)),
+    "on demand+outer": lambda: joined(on_demand(), outer(3, ones=True)),
     "bags+outer": lambda: joined(bags(), outer(2)),
     "bags+lookup+rows": lambda: joined(bags(), lookup(), rows()),
 }

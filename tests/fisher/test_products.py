@@ -13,6 +13,7 @@ from factor_cases import (
     SIDES,
     SUBSAMPLES,
     Late,
+    Stored,
     built,
     close,
     diagonal_blocks,
@@ -30,6 +31,7 @@ from ngplus.fisher.factors import (
     Factors,
     Joined,
     Lookup,
+    OnDemand,
     Outer,
     Rows,
     Segments,
@@ -174,6 +176,8 @@ def cast(factors: Factors, dtype: torch.dtype) -> Factors:
         return Bags(factors.index, factors.sample, factors.weight.to(dtype), factors.grads.to(dtype), factors.rows)
     if isinstance(factors, Segments):
         return Segments(factors.left.to(dtype), factors.right.to(dtype), factors.sizes)
+    if isinstance(factors, OnDemand):
+        return OnDemand(Stored(factors.gradients(slice(None), dtype)))
     assert isinstance(factors, Rows)
     return Rows(factors.values.to(dtype))
 

@@ -46,6 +46,7 @@ BAD: list[tuple[tuple[type, ...], str, tuple[object, ...]]] = [
     ((NGPlus,), "side", ("up", "both", "auto", None)),
     ((NGPlus,), "solver", ("cg", None)),
     ((NGPlus,), "graft", ("adamw", "", 1)),
+    ((NGPlus,), "refresh_memory", (0, -1, 1e9, "1GB", None, True)),
     ((NGAdam,), "eps", (*NOT_NUMBERS,)),
     ((NGAdam,), "betas", (*NOT_NUMBERS, (), (0.9,), (0.9, 0.9, 0.9))),
     ((NGAdam,), "betas", tuple((beta, 0.9) for beta in (*NOT_NUMBERS, 1.0, 1.5))),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ngplus.capture.layers.base import NotPerSample
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.fisher import products
 from ngplus.fisher.factors import Factors
@@ -25,7 +27,13 @@ class Accumulator:
     ranks: int = 1  # processes whose samples are in the sums
 
     def take_in(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int) -> None:
-        """Adds the factors of a micro-batch."""
+        """Adds the factors of a micro-batch. Where that needs too much memory, the matrix falls back."""
+        try:
+            self._take_in(matrix, factors, group, seed)
+        except NotPerSample as reason:
+            matrix.fall_back_at_step(str(reason))
+
+    def _take_in(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int) -> None:
         matrix.seen = (factors.samples, factors.positions)
         self.samples += factors.samples
         self.add(matrix, factors, group, seed)
@@ -35,10 +43,19 @@ class Accumulator:
         side, partition = matrix.side(group["side"]), matrix.partition_of(group)
         index = subsample(factors.samples, group["samples"], seed)
         self.used += factors.samples if index is None else len(index)
+        limit = matrix.refresh_memory - factors.extra_bytes
+        chunk: dict[str, Any] = {
+            "samples": index,
+            "chunk_bytes": min(limit, products.CHUNK_BYTES),
+            "dtype": matrix.dtype,
+        }
         if keeps_low_rank(group, factors.rank(side), partition.size):
-            matrix.form = "root"
-            self.low_rank.append(products.gfim_low_rank(factors, side, partition, samples=index, dtype=matrix.dtype))
-            return
+            needed = products.low_rank_bytes(factors, side, matrix.dtype)
+            if needed <= limit or group["solver"] != "auto":
+                matrix.note_refresh_bytes(factors.extra_bytes + needed)
+                matrix.form = "root"
+                self.low_rank.append(products.gfim_low_rank(factors, side, partition, **chunk))
+                return
         spec = SketchSpec.parse(group["sketch"])
 
         def sketch(size: int) -> Sketch | None:
@@ -46,10 +63,19 @@ class Accumulator:
             return None if spec is None or spec.size >= size else Sketch(spec, size, seed)
 
         other = factors.curved_and_other(side)[1]
-        matrix.form = products.choose_form(
-            factors, side, other if spec is None else min(other, spec.size), partition.size
-        )
-        added = products.gfim_sum(factors, side, partition, sketch=sketch, samples=index, dtype=matrix.dtype)
+        other = other if spec is None else min(other, spec.size)
+        needs = {
+            form: products.sample_bytes(factors, side, form, other, matrix.dtype)
+            for form in factors.costs(side, other, partition.size)
+        }
+        form = products.choose_form(factors, side, other, partition.size)
+        if needs[form] > limit:
+            form = min(needs, key=lambda form: needs[form])
+        count = factors.samples if index is None else len(index)
+        at_once = max(1, min(count, chunk["chunk_bytes"] // needs[form]))
+        matrix.note_refresh_bytes(factors.extra_bytes + at_once * needs[form])
+        matrix.form = form
+        added = products.gfim_sum(factors, side, partition, form=form, sketch=sketch, **chunk)
         if self.product_sum is None:
             self.product_sum = added
         else:

@@ -145,7 +145,10 @@ class PendingGradient:
             for ragged in self.call.ragged.values():
                 ragged.used = True  # on another rank
             return None
-        return widen(self._checked_factors(inputs, grad, batch), self.use.columns, matrix.layout.cols)
+        factors = self._checked_factors(inputs, grad, batch)
+        if self.call.unfinished(matrix):
+            matrix.note_refresh_bytes(factors.nbytes)  # waits for the gradients of other uses
+        return widen(factors, self.use.columns, matrix.layout.cols)
 
     def _batch(self) -> Batch:
         """The samples of the output. Raises NotPerSample if they are not known."""

@@ -130,7 +130,8 @@ class Collector:
     def _accumulate(self, matrix: ParameterMatrix, factors: Factors) -> None:
         group = self._groups[matrix.params[0]]
         self.of(matrix).take_in(matrix, factors, group, seed_of(group))
-        self._coverage.subtract(matrix, factors)
+        if not matrix.falls_back:
+            self._coverage.subtract(matrix, factors)
 
     def _enter_backward(self) -> None:
         if self._recorder is not None:

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ngplus.capture.layers import LayerRule, Layout, MatrixSpec, UnknownModuleRule, rule_for
-from ngplus.capture.layers.base import has_own_forward
-from ngplus.capture.layers.layout import kind_of
+from ngplus.capture.layers.base import NotPerSample, has_own_forward
+from ngplus.capture.layers.layout import spec_of
 from ngplus.fisher.blocks import BlockPartition
+from ngplus.fisher.products import REFRESH_MEMORY
 
 
 class ParameterMatrix:
@@ -42,6 +44,8 @@ class ParameterMatrix:
         self.checked = False  # the captured G_i were found to sum to the gradient
         self.seen: tuple[int, int] | None = None  # samples and positions of the last refresh
         self.form: str | None = None  # the form of its product
+        self.refresh_memory = REFRESH_MEMORY  # bytes that a refresh may take for it
+        self.refresh_bytes = 0  # that the last refresh took
         self.missed = False  # the last refresh captured nothing, and used the mini-batch gradient
         self.reason = ""  # why the source is, or will be, "batch"
         self.estimate: Any = None  # L of this step's refresh, for NGPlus.curvature() until the next step
@@ -90,6 +94,14 @@ class ParameterMatrix:
         """Falls back at the next step. Until then uses are recorded as before: a checkpoint has to save the same
         tensors when it runs again, and other ranks may capture together with this one."""
         self.reason = reason
+
+    def note_refresh_bytes(self, number: int) -> None:
+        """Raises NotPerSample if a refresh would take more bytes than it may."""
+        if number > self.refresh_memory:
+            raise NotPerSample(
+                f"a refresh would take {number:,} bytes for it, and refresh_memory is {self.refresh_memory:,}"
+            )
+        self.refresh_bytes = number
 
     @property
     def falls_back(self) -> bool:
@@ -158,9 +170,10 @@ def separate(matrix: ParameterMatrix) -> list[ParameterMatrix]:
     return parts
 
 
-def lone_matrix(name: str, param: nn.Parameter) -> ParameterMatrix:
+def lone_matrix(name: str, param: nn.Parameter, module: nn.Module | None = None) -> ParameterMatrix:
     """Makes the matrix of a parameter without a rule."""
-    return ParameterMatrix([name], [param], [kind_of(param.shape)])
+    spec = spec_of(name, param.shape, module)
+    return ParameterMatrix([name], [param], [*spec.kinds], spec.groups)
 
 
 def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tuple[list[ParameterMatrix], list[Use]]:
@@ -209,6 +222,9 @@ def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tupl
     for module in model.modules() if model is not None else ():
         if module in claimed or isinstance(module, torch.jit.ScriptModule):  # hooks do not run in a ScriptModule
             continue
+        if isinstance(module, ParametrizationList):  # computes a weight, of no samples
+            claimed.update(module.modules())
+            continue
         rule = rule_for(module)
         if rule is not None:
             for index, spec in enumerate(rule.matrices(module)):
@@ -219,9 +235,10 @@ def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tupl
             for index, spec in enumerate(unknown.matrices(module)):
                 bind(module, unknown, index, spec, "vmap")
     in_model = set(params if model is None else model.parameters())
+    owners = {p: module for module in ([] if model is None else model.modules()) for p in module._parameters.values()}
     for param, name in params.items():
         if param not in of_param:
-            matrices.append(lone_matrix(name, param))
+            matrices.append(lone_matrix(name, param, owners.get(param)))
             matrices[-1].reason = (
                 "no layer rule covers it" if param in in_model else "it is no parameter of the model that was given"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -69,7 +70,7 @@ def gfim(
     capture = Recorder(model, uses, sink, batch_dim, sample_index=sample_index)
     capture.in_eval = True
     for matrix in matrices:
-        matrix.armed = True
+        matrix.armed, matrix.refresh_memory = True, sys.maxsize
     capture.note_armed()
     try:
         with torch.enable_grad():

@@ -71,6 +71,7 @@ class PlanRow:
         inverse_flops: the part of ``refresh_flops`` that only the owner computes.
         sparse: the gradients may be sparse; every rank applies the inverse to its rows.
         parameter_bytes: of the parameters themselves.
+        refresh_bytes: that the last refresh took for temporary tensors, by an estimate; 0 for mini-batch curvature.
         frozen: no parameter requires a gradient, or has one: nothing is done, and existing state stays.
 
     Examples:
@@ -99,6 +100,7 @@ class PlanRow:
     inverse_flops: int = 0
     sparse: bool = False
     parameter_bytes: int = 0
+    refresh_bytes: int = 0
     frozen: bool = False
 
 
@@ -289,6 +291,7 @@ def _row(
         inverse_flops=inverse,
         sparse=matrix.sparse,
         parameter_bytes=sum(p.numel() * p.element_size() for p in matrix.params),
+        refresh_bytes=0 if source == "batch" else matrix.refresh_bytes,
     )
 
 

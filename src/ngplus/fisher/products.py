@@ -28,6 +28,7 @@ from ngplus.fisher.factors import Bags, Factors, Lookup
 from ngplus.fisher.sketch import Sketch
 
 CHUNK_BYTES = 16 * 2**20
+REFRESH_MEMORY = 2**30
 
 
 def choose_form(factors: Factors, side: str, other: int, block: int) -> str:
@@ -62,8 +63,7 @@ def gfim_sum(
     elif form not in factors.costs(side, other, partition.size):
         raise ValueError(f"The form {form!r} does not apply to {type(factors).__name__} on the {side} side")
     count = factors.samples if samples is None else len(samples)
-    sample_bytes = factors.memory(side, form, other) * (torch.finfo(dtype).bits // 8)
-    step = max(1, chunk_bytes // max(1, sample_bytes))
+    step = max(1, chunk_bytes // sample_bytes(factors, side, form, other, dtype))
     total: list[Tensor] = []
     for start in range(0, count, step):
         chunk = slice(start, start + step) if samples is None else samples[start : start + step]
@@ -84,10 +84,28 @@ def gfim_low_rank(
     partition: BlockPartition,
     *,
     samples: Tensor | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """U with U U^T = sum_i G_i G_i^T (left) or sum_i G_i^T G_i (right), [blocks, p, r] for each stack."""
-    return partition.split(factors.low_rank(side, slice(None) if samples is None else samples, dtype))
+    other, form = factors.curved_and_other(side)[1], factors.low_rank_form(side)
+    step = max(1, chunk_bytes // sample_bytes(factors, side, form, other, dtype))
+    count = factors.samples if samples is None else len(samples)
+    chunks = [slice(start, start + step) for start in range(0, count, step)]
+    parts = [factors.low_rank(side, chunk if samples is None else samples[chunk], dtype) for chunk in chunks]
+    return partition.split(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1))
+
+
+def sample_bytes(factors: Factors, side: str, form: str, other: int, dtype: torch.dtype) -> int:
+    """Bytes of the temporaries for one sample."""
+    return max(1, factors.memory(side, form, other) * (torch.finfo(dtype).bits // 8))
+
+
+def low_rank_bytes(factors: Factors, side: str, dtype: torch.dtype) -> int:
+    """Bytes of the temporaries of :func:`gfim_low_rank` for one sample, and of U, which is copied twice."""
+    d, other = factors.curved_and_other(side)
+    root = 3 * factors.groups * d * factors.rank(side) * (torch.finfo(dtype).bits // 8)
+    return root + sample_bytes(factors, side, factors.low_rank_form(side), other, dtype)
 
 
 def _panel(d: int) -> int:

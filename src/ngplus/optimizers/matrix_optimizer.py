@@ -20,6 +20,7 @@ from ngplus.capture.sample_index import SampleIndex
 from ngplus.diagnostics.health import FaultCounter
 from ngplus.distributed.collectives import DISTRIBUTIONS, Distributor, RankGroup, ReplicatedDistributor
 from ngplus.distributed.sharded import sharded_distributors
+from ngplus.fisher.products import REFRESH_MEMORY
 from ngplus.optimizers import checkpoints, options
 from ngplus.optimizers.param_groups import check_model, check_parameters, inside, labels, with_names
 from ngplus.preconditioners.base import MatrixPreconditioner
@@ -245,7 +246,9 @@ class MatrixOptimizer(Optimizer):
     def _arm(self) -> None:
         self._armed_by = self._arming_options()
         for matrix in self._matrices:
-            matrix.armed = self._captures(self._group(matrix)) and matrix.source != "batch" and self._due(matrix)
+            group = self._group(matrix)
+            matrix.armed = self._captures(group) and matrix.source != "batch" and self._due(matrix)
+            matrix.refresh_memory = group.get("refresh_memory", REFRESH_MEMORY)
         if self._collector is not None:
             self._collector.note_armed()
 

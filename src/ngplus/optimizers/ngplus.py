@@ -15,6 +15,7 @@ from ngplus.capture.matrices import ParameterMatrix
 from ngplus.capture.sample_index import SampleIndex
 from ngplus.diagnostics.plan import Plan, plan_of
 from ngplus.distributed.collectives import Distributor, ReplicatedDistributor
+from ngplus.fisher.products import REFRESH_MEMORY
 from ngplus.optimizers.base import BaseOptimizer
 from ngplus.preconditioners import ngplus_curvature as curvatures
 from ngplus.preconditioners.broadcast import broadcast_inverses, entries_to_send
@@ -81,6 +82,9 @@ class NGPlus(BaseOptimizer):
             the least-squares problem, by default of twice as many rows as unknowns (default: None).
         graft (str): ``"sgd"`` or ``"adam"``: each layer's direction takes that method's step length. With ``"adam"``,
             the momentum is a moving average, so that it keeps that length (default: None).
+        refresh_memory (int): bytes that a refresh may take for a matrix beyond those of its state and of a step without
+            a refresh. Products of samples are computed in chunks; a matrix that needs more for one sample has
+            mini-batch curvature, with a note in ``plan()`` (default: 2**30).
         model (Module): the module that the parameters belong to, where ``params`` is not a module (default: None).
         loss_reduction (str): ``"mean"``, the loss is an average over the batch or its tokens, or ``"sum"``
             (default: ``"mean"``).
@@ -121,6 +125,7 @@ class NGPlus(BaseOptimizer):
         block_size: int | None = None,
         sketch: int | Mapping[str, Any] | None = None,
         graft: str | None = None,
+        refresh_memory: int = REFRESH_MEMORY,
         model: nn.Module | None = None,
         loss_reduction: str = "mean",
         batch_dim: BatchDims = 0,
@@ -146,6 +151,7 @@ class NGPlus(BaseOptimizer):
             "block_size": block_size,
             "sketch": sketch if not isinstance(sketch, Mapping) else dict(sketch),
             "graft": graft,
+            "refresh_memory": refresh_memory,
             "loss_reduction": loss_reduction,
             "seed": seed,
         }

@@ -64,6 +64,7 @@ def check(options: Mapping[str, Any]) -> None:
     if options["block_size"] is not None:
         whole("block_size", options["block_size"])
     check_samples(options)
+    whole("refresh_memory", options["refresh_memory"])
     for name, values in CHOICES.items():
         choice(name, options[name], values)
     SketchSpec.parse(options["sketch"])

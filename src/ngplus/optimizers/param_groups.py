@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ngplus.capture.matrices import named
 
@@ -57,6 +58,11 @@ def check_parameters(group: Mapping[str, Any]) -> None:
     params = group["params"]
     names = group.get("param_names") or [f"number {i}" for i in range(len(params))]
     for name, param in zip(names, params, strict=True):
+        if is_lazy(param):
+            raise ValueError(
+                f"Parameter {name} has no shape yet, as those of a lazy layer before its first call: call the model "
+                "with a batch before the optimizer is made"
+            )
         if getattr(param, "_is_flat_param", False):
             raise ValueError(f"Parameter {name} is a flat one of FSDP1; NG+ needs matrices: shard with fully_shard")
         if param.is_complex():

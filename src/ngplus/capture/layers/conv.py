@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngplus.capture.batch import Batch
-from ngplus.capture.layers.base import Active, Inputs, LayerRule, register_layer
+from ngplus.capture.layers.base import Active, Inputs, register_layer
+from ngplus.capture.layers.computed import Functions, WeightRule, with_sources
 from ngplus.capture.layers.layout import MatrixSpec
 from ngplus.fisher.factors import Factors, Outer
 
@@ -24,29 +26,38 @@ class Patches:
     """The unfolded input of a convolution, [groups, samples, positions, in/groups * kernel].
 
     Patches are made for a few samples at a time: those of a whole batch take prod(kernel) times the input's memory.
-    ``padded`` is [samples * images, channels, *size], with one image a sample unless samples were flattened.
+    ``x`` is [samples * images, channels, *size], with one image a sample unless samples were flattened. ``pad`` pads
+    such a tensor, with the images of some samples.
     """
 
     def __init__(
         self,
-        padded: Tensor,
+        x: Tensor,
         kernel: Sequence[int],
         stride: Sequence[int],
         dilation: Sequence[int],
         groups: int,
         samples: int,
         flip: bool = False,
+        pad: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._x = padded.unflatten(0, (samples, -1)).unflatten(2, (groups, -1))  # [samples, images, groups, in, *size]
+        self._x, self._groups, self._pad = x.unflatten(0, (samples, -1)), groups, pad
+        self._size = tuple(x[:1].shape[2:] if pad is None else pad(x[:1]).shape[2:])  # of a padded image
         self._kernel, self._stride, self._dilation, self._flip = tuple(kernel), tuple(stride), tuple(dilation), flip
         spans = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        self._out = tuple((n - r - 1) // s + 1 for n, r, s in zip(padded.shape[2:], spans, stride, strict=True))
-        images, inputs = self._x.shape[1], self._x.shape[3]
+        self._out = tuple((n - r - 1) // s + 1 for n, r, s in zip(self._size, spans, stride, strict=True))
+        images, inputs = self._x.shape[1], self._x.shape[2] // groups
         self.shape: tuple[int, ...] = (groups, samples, images * _prod(self._out), inputs * _prod(kernel))
+
+    def _padded(self, samples: Tensor | slice) -> Tensor:
+        """Returns the padded images of these samples, [samples, images, groups, in, *size]."""
+        x = self._x[samples]
+        x = x if self._pad is None else self._pad(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        return x.unflatten(2, (self._groups, -1))
 
     def take(self, samples: Tensor | slice) -> Tensor:
         """Returns the patches of these samples, copied kernel offset by kernel offset."""
-        x = self._x[samples]
+        x = self._padded(samples)
         x = x.permute(2, 0, 3, 1, *range(4, x.dim()))  # [groups, samples, in/groups, images, *size]
         out = x.new_empty(*x.shape[:3], _prod(self._kernel), x.shape[3], *self._out)
         offsets = itertools.product(*(range(k) for k in self._kernel))
@@ -59,13 +70,18 @@ class Patches:
     def columns(self, cols: slice) -> Tensor:
         """Returns these columns of the patches of all samples. They are those of whole channels."""
         part, kernel = copy.copy(self), _prod(self._kernel)
-        part._x = self._x[:, :, :, cols.start // kernel : cols.stop // kernel]
+        channels = slice(cols.start // kernel, cols.stop // kernel)
+        part._x = self._x.unflatten(2, (self._groups, -1))[:, :, :, channels].flatten(2, 3)
         return part.take(slice(None))
+
+    @property
+    def nbytes(self) -> int:
+        return self._x.nbytes
 
     @property
     def gram_cost(self) -> float:
         """Multiplications of ``gram`` a sample; adding to a Gram matrix takes the time of about eight of them."""
-        pixels, inputs = _prod(self._x.shape[4:]), self._x.shape[3]
+        pixels, inputs = _prod(self._size), self._x.shape[2] // self._groups
         if not self._by_pixels:
             return float(self.shape[2] ** 2 * self.shape[3])
         return float(pixels**2 * (inputs + 8 * _prod(self._kernel)))
@@ -82,7 +98,7 @@ class Patches:
         if not self._by_pixels:
             patches = self.take(samples).to(dtype)
             return patches @ patches.mT
-        x = self._x[samples][:, 0].transpose(0, 1).to(dtype)  # [groups, samples, in, *size]
+        x = self._padded(samples)[:, 0].transpose(0, 1).to(dtype)  # [groups, samples, in, *size]
         steps = [_prod(x.shape[i + 1 :]) for i in range(3, x.dim())]  # strides of the flat image
         starts = [
             sum(o * d * step for o, d, step in zip(offset, self._dilation, steps, strict=True))
@@ -127,7 +143,7 @@ class Patches:
         return enough and _prod(self._kernel) > 1 and torch.backends.mkldnn.is_available()
 
     def _outer_by_torch(self, samples: Tensor | slice, left: Tensor, side: str, ones: bool) -> Tensor:
-        x, n = self._x[samples], len(self._kernel)
+        x, n = self._padded(samples), len(self._kernel)
         count, images, groups, inputs = x.shape[:4]
         m, cols = left.shape[-1], self.shape[-1]
         shape = (groups, m, count, cols + ones) if side == "left" else (groups, count, m, cols + ones)
@@ -148,7 +164,7 @@ class Patches:
         return out.flatten(2).mT if side == "left" else out.flatten(1, 2)
 
 
-class _ConvolutionRule(LayerRule):
+class _ConvolutionRule(WeightRule):
     """A convolution: G_i = sum over output positions p of g_ip [patch_ip; 1]^T, for each group."""
 
     bias_needs_input = False
@@ -180,14 +196,33 @@ class ConvRule(_ConvolutionRule):
         (2, (3, 19))
     """
 
+    functions: ClassVar[Functions] = dict.fromkeys(
+        (F.conv1d, F.conv2d, F.conv3d), ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    )
+
     def matrices(self, module: Any) -> list[MatrixSpec]:
-        return [MatrixSpec(("weight", "bias"), ("rows", "column"), module.groups)]
+        return with_sources(module, MatrixSpec(("weight", "bias"), ("rows", "column"), module.groups))
+
+    def options(self, given: Mapping[str, Any]) -> Any:
+        options = _geometry(given)
+        padding = options.padding
+        if padding == "same":
+            spans = [d * (k - 1) for d, k in zip(options.dilation, options.kernel_size, strict=True)]
+            both = [side for span in reversed(spans) for side in (span // 2, span - span // 2)]
+        else:
+            each = (0,) * len(options.kernel_size) if padding == "valid" else padding
+            both = [pad for pad in reversed(each) for _ in range(2)]
+        options._reversed_padding_repeated_twice, options.padding_mode = both, "zeros"
+        return options
 
     def _patches(self, module: Any, x: Tensor, out: Sequence[int], samples: int) -> Patches:
         padding = module._reversed_padding_repeated_twice
-        if any(padding):
-            x = F.pad(x, padding, mode="constant" if module.padding_mode == "zeros" else module.padding_mode)
-        return Patches(x, module.kernel_size, module.stride, module.dilation, module.groups, samples)
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+
+        def pad(x: Tensor) -> Tensor:
+            return F.pad(x, padding, mode=mode) if any(padding) else x
+
+        return Patches(x, module.kernel_size, module.stride, module.dilation, module.groups, samples, pad=pad)
 
 
 @register_layer(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -199,22 +234,53 @@ class ConvTransposeRule(_ConvolutionRule):
         (6, 37)
     """
 
+    functions: ClassVar[Functions] = dict.fromkeys(
+        (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+        ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation"),
+    )
+
     def matrices(self, module: Any) -> list[MatrixSpec]:
-        return [MatrixSpec(("weight", "bias"), ("transposed", "column"), module.groups)]
+        return with_sources(module, MatrixSpec(("weight", "bias"), ("transposed", "column"), module.groups))
+
+    def options(self, given: Mapping[str, Any]) -> Any:
+        return _geometry(given)
 
     def _patches(self, module: Any, x: Tensor, out: Sequence[int], samples: int) -> Patches:
         kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
         sizes = [(size - 1) * s + 1 for size, s in zip(x.shape[2:], stride, strict=True)]
-        spread = x.new_zeros(*x.shape[:2], *sizes)
-        every: tuple[Any, ...] = (..., *(slice(None, None, s) for s in stride))
-        spread[every] = x
         # Output position q sees input position q + before - kernel offset; the other end follows from the output size.
         padding: list[int] = []
         for dim in reversed(range(len(kernel))):
             reach = dilation[dim] * (kernel[dim] - 1)
             before = reach - int(module.padding[dim])
             padding += [before, out[dim] + reach - sizes[dim] - before]
-        return Patches(F.pad(spread, padding), kernel, (1,) * len(kernel), dilation, module.groups, samples, flip=True)
+
+        def pad(x: Tensor) -> Tensor:
+            spread = x.new_zeros(*x.shape[:2], *sizes)
+            every: tuple[Any, ...] = (..., *(slice(None, None, s) for s in stride))
+            spread[every] = x
+            return F.pad(spread, padding)
+
+        return Patches(x, kernel, (1,) * len(kernel), dilation, module.groups, samples, flip=True, pad=pad)
+
+
+def _geometry(given: Mapping[str, Any]) -> SimpleNamespace:
+    """The attributes of a module for a call of a function with these arguments."""
+    kernel = tuple(given["weight"].shape[2:])
+
+    def each(name: str, default: int) -> Any:
+        value = given.get(name, default)
+        value = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+        value = value[0] if isinstance(value, tuple) and len(value) == 1 else value
+        return (value,) * len(kernel) if isinstance(value, int) else value
+
+    return SimpleNamespace(
+        kernel_size=kernel,
+        groups=given.get("groups", 1),
+        stride=each("stride", 1),
+        padding=each("padding", 0),
+        dilation=each("dilation", 1),
+    )
 
 
 def _prod(values: Sequence[int]) -> int:

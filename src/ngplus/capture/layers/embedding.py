@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ngplus.capture.batch import Batch
 from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample, register_layer
+from ngplus.capture.layers.computed import Functions, WeightRule, with_sources
 from ngplus.capture.layers.layout import MatrixSpec
 from ngplus.fisher.factors import Bags, Factors, Lookup, as_lookup, tensor_version
 
 
 @register_layer(nn.Embedding)
-class EmbeddingRule(LayerRule):
+class EmbeddingRule(WeightRule):
     """Supports ``padding_idx``, ``scale_grad_by_freq`` and ``sparse``.
 
     An index of shape [1, length], as of positions, is the same for all samples. If its vectors are added to those of
@@ -31,12 +34,23 @@ class EmbeddingRule(LayerRule):
     """
 
     looks_up = True
+    functions: ClassVar[Functions] = {
+        F.embedding: ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    }
 
     def matrices(self, module: Any) -> list[MatrixSpec]:
-        return [MatrixSpec(("weight",), ("rows",))]
+        return with_sources(module, MatrixSpec(("weight",), ("rows",)))
+
+    def options(self, given: Mapping[str, Any]) -> Any:
+        rows, padding = len(given["weight"]), given.get("padding_idx")
+        return SimpleNamespace(
+            num_embeddings=rows,
+            padding_idx=None if padding is None else padding % rows,
+            scale_grad_by_freq=given.get("scale_grad_by_freq", False),
+        )
 
     def adapt(self, module: Any, inputs: Inputs, output: Any, batch: Batch) -> Any:
-        (index,) = inputs
+        index = inputs[0]
         assert index is not None
         shared = batch.dim == 0 and index.dim() > 1 and len(index) == 1 and output.shape[:-1] == index.shape
         return ForAllSamples.of(output, batch.size) if shared and (batch.size or 0) > 1 else output  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ngplus.capture.layers.base import Build, Inputs
+from ngplus.capture.layers.computed import WeightRule, sources_of
 from ngplus.capture.layers.embedding import ForAllSamples
 
 if TYPE_CHECKING:
@@ -102,26 +103,37 @@ class Watcher:
             if not recorder.recording(use.matrix):
                 recorder.note_samples(use, output)
                 return None
-            inputs = use.rule.inputs(module, args, kwargs)
-            tensors = [x for x in inputs if x is not None]
-            if not tensors or not all(isinstance(x, Tensor) for x in (output, *tensors)):
-                self.refuse(matrix, f"{type(module).__name__} takes or gives what is no tensor")
+            if isinstance(use.rule, WeightRule) and sources_of(module):
+                self.refuse(matrix, "its weight is computed since the optimizer was made: make the optimizer anew")
                 return None
-            if not (use.active[0] or use.rule.bias_needs_input):
-                inputs = (None,) * len(inputs)
-            if not is_strided(output, *inputs):  # before the rule reads them
-                self.refuse(matrix, "its module takes or gives a sparse or nested tensor")
-                return None
-            adapted = use.rule.adapt(module, inputs, output, recorder.batch(use))
-            recorded = adapted
-            if isinstance(adapted, ForAllSamples):  # a lookup without a batch dimension
-                reason = "its output, the same for all samples, is used in other ways than to be added"
-                recorded, adapted.on_other_use = adapted.by_sample, partial(self.refuse, matrix, reason)
-                recorder.mark_first_dimension(recorded)
-            recorder.record(use, recorded, inputs, partial(use.rule.factors, module))
-            return None if adapted is output else adapted
+            build = partial(use.rule.factors, module)
+            return self.record_call(matrix, module, use.rule.inputs(module, args, kwargs), output, build)
 
         return Hook(self._recorder, after)
+
+    def record_call(self, matrix: int, module: nn.Module, inputs: Inputs, output: Any, build: Build) -> Any:
+        """Records a call; the first of ``inputs`` are those of the rule. Returns what takes the place of its output,
+        or None if nothing does."""
+        recorder, use = self._recorder(), self._uses.get(matrix)
+        if recorder is None or use is None:
+            return None
+        tensors = [x for x in inputs if x is not None]
+        if not tensors or not all(isinstance(x, Tensor) for x in (output, *tensors)):
+            self.refuse(matrix, f"{type(module).__name__} takes or gives what is no tensor")
+            return None
+        if not (use.active[0] or use.rule.bias_needs_input):
+            inputs = (None,) * len(inputs)
+        if not is_strided(output, *inputs):  # before the rule reads them
+            self.refuse(matrix, "its module takes or gives a sparse or nested tensor")
+            return None
+        adapted = use.rule.adapt(module, inputs, output, recorder.batch(use))
+        recorded = adapted
+        if isinstance(adapted, ForAllSamples):  # a lookup without a batch dimension
+            reason = "its output, the same for all samples, is used in other ways than to be added"
+            recorded, adapted.on_other_use = adapted.by_sample, partial(self.refuse, matrix, reason)
+            recorder.mark_first_dimension(recorded)
+        recorder.record(use, recorded, inputs, build)
+        return None if adapted is output else adapted
 
 
 def is_strided(*tensors: Tensor | None) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,9 @@ class MatrixSpec:
     Attributes:
         names: of the parameters, which stand side by side as columns.
         kinds: ``"rows"`` (dimension 0 is m, the others are columns, as in Linear, Conv and Embedding), ``"transposed"``
-            (dimension 1 is m, the others are columns, as in ConvTranspose) or ``"column"`` (a bias, a vector).
-        groups: of a grouped convolution; each is a matrix.
+            (dimension 1 is m, the others are columns, as in ConvTranspose), ``"batched"`` ([groups, m, n], as in
+            torch.bmm) or ``"column"`` (a bias, a vector).
+        groups: of a grouped convolution or of a batched weight; each is a matrix.
 
     Examples:
         >>> ngplus.layers.MatrixSpec(("weight", "bias")).kinds
@@ -33,6 +34,23 @@ class MatrixSpec:
 def kind_of(shape: Sequence[int]) -> str:
     """Returns the kind of a parameter by its shape alone. [C, 1, 1], as in LayerScale, is a vector."""
     return "rows" if sum(size != 1 for size in shape) > 1 else "column"
+
+
+def spec_of(name: str, shape: Sequence[int], module: nn.Module | None) -> MatrixSpec:
+    """Returns the matrix of a parameter without a rule; ``module`` is the one that it belongs to, if that is known.
+
+    A weight [groups, m, n] with sizes above 1 is a stack of matrices, as the weights of all experts in one parameter or
+    those of torch.bmm, unless its module is a convolution in one dimension: a module with a ``kernel_size`` or of a
+    class named "...Conv1d...", or a parameter named "...kernel...". If the module is not known, it is a stack if
+    "expert" is in its name. Whether m or n are the outputs is not known: that swaps L and R.
+    """
+    stack = len(shape) == 3 and min(shape) > 1
+    if stack and module is None:
+        stack = "expert" in name.lower()
+    elif stack:
+        named = "conv1d" in type(module).__name__.lower() or "kernel" in name.rpartition(".")[2].lower()
+        stack = not named and not hasattr(module, "kernel_size")
+    return MatrixSpec((name,), ("batched",), shape[0]) if stack else MatrixSpec((name,), (kind_of(shape),))
 
 
 class Layout:
@@ -54,7 +72,7 @@ class Layout:
         self.rows = sizes[0][0]
         self.widths = [cols for _, cols in sizes]
         self.cols = sum(self.widths)
-        self.places = prod(shapes[0][2:]) if kinds[0] != "column" else 1  # entries of a convolution's kernel
+        self.places = prod(shapes[0][2:]) if kinds[0] in ("rows", "transposed") else 1  # of a convolution's kernel
 
     def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns the columns of each tensor, [groups, m, width]: a view unless it is transposed."""
@@ -87,6 +105,8 @@ class Layout:
 def _rows_and_cols(shape: torch.Size, kind: str, groups: int) -> tuple[int, int]:
     if kind == "column":
         return prod(shape) // groups, 1
+    if kind == "batched":
+        return shape[1], shape[2]
     if kind == "transposed":
         return shape[1], shape[0] // groups * prod(shape[2:])
     return shape[0] // groups, prod(shape[1:])

@@ -1,14 +1,15 @@
-"""Rules of Linear, and of the transposed Conv1D of Hugging Face transformers."""
+"""Rules of Linear, that of torch_geometric included, and of the transposed Conv1D of Hugging Face transformers."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngplus.capture.batch import Batch
-from ngplus.capture.layers.base import Active, Inputs, LayerRule, register_layer
+from ngplus.capture.layers.base import Active, Inputs, register_layer
+from ngplus.capture.layers.computed import Functions, WeightRule, with_sources
 from ngplus.capture.layers.layout import MatrixSpec
 from ngplus.fisher.factors import Factors, Outer, Segments
 
@@ -31,8 +32,8 @@ def linear_factors(x: Tensor | None, grad: Tensor, active: Active, batch: Batch)
     return Outer(g[None], a[None], ones=len(active) > 1 and active[1])
 
 
-@register_layer(nn.Linear)
-class LinearRule(LayerRule):
+@register_layer(nn.Linear, "torch_geometric.nn.dense.linear.Linear")
+class LinearRule(WeightRule):
     """y = x W^T + b on input of any number of dimensions: [W b] is (out, in + 1).
 
     Examples:
@@ -41,9 +42,10 @@ class LinearRule(LayerRule):
     """
 
     bias_needs_input = False
+    functions: ClassVar[Functions] = {F.linear: ("input", "weight", "bias")}
 
     def matrices(self, module: Any) -> list[MatrixSpec]:
-        return [MatrixSpec(("weight", "bias"))]
+        return with_sources(module, MatrixSpec(("weight", "bias")))
 
     def factors(self, module: Any, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         (x,) = inputs
@@ -69,6 +71,8 @@ class TransposedLinearRule(LinearRule):
         >>> ngplus.layers.TransposedLinearRule().matrices(nn.Module())[0].kinds
         ('transposed', 'column')
     """
+
+    functions: ClassVar[Functions] = {}
 
     def matrices(self, module: Any) -> list[MatrixSpec]:
         return [MatrixSpec(("weight", "bias"), ("transposed", "column"))]

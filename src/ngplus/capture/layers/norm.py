@@ -13,6 +13,7 @@ from ngplus.capture.batch import Batch
 from ngplus.capture.layers.base import Active, Inputs, LayerRule, register_layer
 from ngplus.capture.layers.layout import MatrixSpec
 from ngplus.fisher.factors import Factors, Rows
+from ngplus.fisher.products import CHUNK_BYTES
 
 
 class NormRule(LayerRule):
@@ -39,6 +40,8 @@ class NormRule(LayerRule):
     """
 
     bias_needs_input = False
+    #: ``normalized`` treats each index along the batch dimension by itself, so that it can be called for some of them.
+    by_entry = False
 
     def matrices(self, module: Any) -> list[MatrixSpec]:
         return [MatrixSpec(("weight", "bias"), ("column", "column"))]
@@ -53,16 +56,32 @@ class NormRule(LayerRule):
 
     def factors(self, module: Any, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         (x,) = inputs
+        entries = [
+            self._entries(module, None if x is None else x[part], grad[part], active, Batch(batch.dim))
+            for part in self._parts(module, grad, batch.dim)
+        ]
+        return Rows(batch.sums(torch.cat(entries))[None])
+
+    def _entries(self, module: Any, x: Tensor | None, grad: Tensor, active: Active, batch: Batch) -> Tensor:
+        """The gradients of all entries along the batch dimension, [entries, features, columns]."""
         columns = []
         if active[0] and x is not None:
-            columns.append(self._sums(module, grad * self.normalized(module, x).to(grad.dtype), batch))
+            columns.append(grad * self.normalized(module, x).to(grad.dtype))
         if len(active) > 1 and active[1]:
-            columns.append(self._sums(module, grad, batch))
-        return Rows(torch.stack(columns, dim=-1)[None])
+            columns.append(grad)
+        return torch.stack([self.by_feature(module, column, batch).sum(1) for column in columns], dim=-1)
 
-    def _sums(self, module: Any, x: Tensor, batch: Batch) -> Tensor:
-        """Sums x over the positions of each sample: [samples, features]."""
-        return batch.sums(self.by_feature(module, x, Batch(batch.dim)).sum(1))
+    def _parts(self, module: Any, grad: Tensor, dim: int | None) -> list[tuple[slice, ...]]:
+        """Indices of parts of about ``CHUNK_BYTES`` along the batch dimension."""
+        if not self.by_entry or dim is None or dim >= grad.dim() - self._features(module):
+            return [(slice(None),)]
+        length = grad.shape[dim]
+        step = max(1, CHUNK_BYTES * length // max(1, grad.nbytes))
+        return [(slice(None),) * dim + (slice(i, i + step),) for i in range(0, max(1, length), step)]
+
+    def _features(self, module: Any) -> int:
+        """The number of trailing dimensions that have features."""
+        return 1
 
 
 @register_layer(nn.LayerNorm)
@@ -73,6 +92,11 @@ class LayerNormRule(NormRule):
         >>> ngplus.NGPlus(nn.LayerNorm(8)).plan()[0].shape
         (8, 2)
     """
+
+    by_entry = True
+
+    def _features(self, module: Any) -> int:
+        return len(module.normalized_shape)
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         return F.layer_norm(x, module.normalized_shape, eps=module.eps)
@@ -103,8 +127,8 @@ class _ChannelNormRule(NormRule):
     def by_feature(self, module: Any, x: Tensor, batch: Batch) -> Tensor:
         return batch.fold(x.movedim(1, -1))
 
-    def _sums(self, module: Any, x: Tensor, batch: Batch) -> Tensor:
-        return super()._sums(module, x, replace(batch, dim=None if batch.dim is None else 0))
+    def factors(self, module: Any, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
+        return super().factors(module, inputs, grad, active, replace(batch, dim=None if batch.dim is None else 0))
 
 
 @register_layer(nn.GroupNorm)
@@ -115,6 +139,8 @@ class GroupNormRule(_ChannelNormRule):
         >>> ngplus.NGPlus(nn.GroupNorm(2, 6)).plan()[0].shape
         (6, 2)
     """
+
+    by_entry = True
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         return F.group_norm(x, module.num_groups, eps=module.eps)
@@ -170,6 +196,8 @@ class InstanceNormRule(_ChannelNormRule):
         if grad.dim() == module._get_no_batch_dim():
             grad, inputs = grad[None], tuple(None if x is None else x[None] for x in inputs)
         return super().factors(module, inputs, grad, active, batch)
+
+    by_entry = True
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         if module.training or module.running_mean is None:

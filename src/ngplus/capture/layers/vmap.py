@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, MutableMapping, MutableSequence, MutableSet
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,10 +19,14 @@ from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
 from ngplus.capture.batch import Batch
-from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample
+from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample, without_vmap_warnings
 from ngplus.capture.layers.hooks import Watcher
-from ngplus.capture.layers.layout import Layout, MatrixSpec, kind_of
-from ngplus.fisher.factors import Factors, Rows
+from ngplus.capture.layers.layout import Layout, MatrixSpec, spec_of
+from ngplus.fisher.factors import Factors, OnDemand
+from ngplus.fisher.factors.base import Samples
+from ngplus.fisher.products import CHUNK_BYTES
+
+ACTIVATIONS = 8  # tensors as large as its inputs and output that a module is taken to need
 
 
 class UnknownModuleRule(LayerRule):
@@ -40,13 +45,16 @@ class UnknownModuleRule(LayerRule):
 
     def matrices(self, module: Any) -> list[MatrixSpec]:
         shapes = {name: p.shape for name, p in module._parameters.items() if p is not None}
-        pairs = {
-            name: bias
-            for name, shape in shapes.items()
-            if (bias := name.replace("weight", "bias")) != name and len(shape) > 1 and shapes.get(bias) == shape[:1]
-        }
-        single = [name for name in shapes if name not in {*pairs, *pairs.values()}]
-        return [MatrixSpec(pair) for pair in pairs.items()] + [MatrixSpec((n,), (kind_of(shapes[n]),)) for n in single]
+        alone = {name: spec_of(name, shape, module) for name, shape in shapes.items()}
+        biases = {name: name.replace("weight", "bias") for name in shapes if "weight" in name}
+        joined = []
+        for name, bias in biases.items():
+            kind, shape = alone[name].kinds[0], shapes[name]
+            if len(shape) > 1 and shapes.get(bias) == shape[: 2 if kind == "batched" else 1]:
+                kinds = (kind if kind == "batched" else "rows", "column")
+                joined.append(MatrixSpec((name, bias), kinds, alone[name].groups))
+        found = {name for spec in joined for name in spec.names}
+        return joined + [spec for name, spec in alone.items() if name not in found]
 
     def watch(self, module: Any, watcher: Watcher) -> list[Any]:
         specs = self.matrices(module)
@@ -98,40 +106,137 @@ class _VmapBuild:
         names, kinds = zip(
             *((n, k) for n, k, on in zip(self._spec.names, self._spec.kinds, active, strict=True) if on), strict=True
         )
-        # Copies, since the forward may change parameters, buffers or inputs in place.
+        # Copies, since the forward may change parameters or buffers in place.
         own = (*self._module.named_parameters(), *self._module.named_buffers())
         state = {name: p.detach().clone() for name, p in own}
-        varied = {name: state.pop(name) for name in names}
-        tensors = [x.clone() for x in inputs if x is not None]
-        batched, dim = batch.dim is not None, batch.dim or 0
-        if not batched:
+        tensors = [x for x in inputs if x is not None]
+        if batch.dim is None:
             tensors, gradient = [x[None] for x in tensors], gradient[None]
+        dim = batch.dim or 0
         count = gradient.shape[dim]
         in_dims = [dim if x.dim() > dim and x.shape[dim] == count else None for x in tensors]
         if all(axis is None for axis in in_dims):
             raise NotPerSample(f"no input of {type(self._module).__name__} shares the batch dimension of its output")
-        module = _without_hooks(self._module)
+        module, batched = _without_hooks(self._module), batch.dim is not None
 
         def one(x: Tensor) -> Tensor:
-            """A sample as a batch of one, if the module has a batch dimension."""
+            """A row as a batch of one, if the module has a batch dimension."""
             return x.unsqueeze(dim) if batched else x
 
-        def inner(params: dict[str, Tensor], tensors: list[Tensor], g: Tensor) -> Tensor:
+        def inner(params: dict[str, Tensor], rest: dict[str, Tensor], tensors: list[Tensor], g: Tensor) -> Tensor:
             leaves = list(self._constants)
             for i, x, axis in zip(self._positions, tensors, in_dims, strict=True):
                 leaves[i] = x if axis is None else one(x)
             args, kwargs = pytree.tree_unflatten(leaves, self._tree)
-            output = functional_call(module, {**state, **params}, args, kwargs)
+            output = functional_call(module, {**rest, **params}, args, kwargs)
             return (pytree.tree_leaves(output)[self._output] * one(g)).sum()
 
-        try:
-            with torch.enable_grad():
-                grads = vmap(grad(inner), in_dims=(None, in_dims, dim))(varied, tensors, gradient)
-        except Exception as error:  # whatever vmap does not support
-            raise NotPerSample(f"vmap does not apply: {str(error).splitlines()[0]}") from error
-        layout = Layout([varied[name].shape for name in names], kinds)
-        values = torch.stack([layout.join([grads[name][i] for name in names])[0] for i in range(count)])
-        return Rows(batch.sums(values)[None])
+        layout = Layout([state[name].shape for name in names], kinds, self._spec.groups)
+        return OnDemand(_VmapGradients(inner, state, names, layout, (tensors, in_dims), (gradient, dim), batch))
+
+
+class _VmapGradients:
+    """The gradients of each sample's <f(W; x_i), g_i>, by vmap over some rows of the inputs at a time.
+
+    A sample has one row along the batch dimension, or several if samples were flattened into it.
+
+    Args:
+        inner: of the varied parameters, the other ones, the inputs and the output gradient of one row.
+        state: the parameters and buffers as they are now.
+        names: of the varied ones.
+        layout: of the matrix that they form.
+        inputs: the tensors, and the batch dimension of each; None for one that all rows share.
+        gradient: of the output, and its batch dimension.
+        batch: the samples.
+    """
+
+    def __init__(
+        self,
+        inner: Callable[[dict[str, Tensor], dict[str, Tensor], list[Tensor], Tensor], Tensor],
+        state: dict[str, Tensor],
+        names: Sequence[str],
+        layout: Layout,
+        inputs: tuple[list[Tensor], list[int | None]],
+        gradient: tuple[Tensor, int],
+        batch: Batch,
+    ) -> None:
+        self._inner, self._state, self._names, self._layout = inner, state, names, layout
+        (self._inputs, self._in_dims), (self._gradient, self._dim) = inputs, gradient
+        rows = self._gradient.shape[self._dim]
+        self._order, self._sizes = _rows_by_sample(batch, rows, self._gradient.device)
+        self._ends = list(accumulate(self._sizes))
+        self.shape = (layout.groups, len(self._sizes), layout.rows, layout.cols)
+        self.half_precision = state[names[0]].dtype in (torch.float16, torch.bfloat16)
+        self.nbytes = sum(x.nbytes for x in state.values())
+        self._size = layout.groups * layout.rows * layout.cols
+        tensors = [self._gradient, *(x for x, axis in zip(*inputs, strict=True) if axis is not None)]
+        self.entries = 2 * self._size + ACTIVATIONS * sum(x.numel() for x in tensors) // rows
+
+    def take(self, samples: Samples, dtype: torch.dtype) -> Tensor:
+        chosen = range(len(self._sizes))[samples] if isinstance(samples, slice) else samples.tolist()
+        spans = [self._order[self._ends[i] - self._sizes[i] : self._ends[i]] for i in chosen]
+        owner = torch.arange(len(spans)).repeat_interleave(torch.tensor([len(span) for span in spans]))
+        groups, _, m, n = self.shape
+        out = self._gradient.new_zeros(len(spans), groups, m, n, dtype=dtype)
+
+        def each(state: dict[str, Tensor], varied: dict[str, Tensor], inputs: list[Tensor], g: Tensor) -> Tensor:
+            def joined(inputs: list[Tensor], g: Tensor) -> Tensor:
+                found = grad(self._inner)(varied, state, inputs, g)
+                return self._layout.join([found[name] for name in self._names])
+
+            return vmap(joined, in_dims=(self._in_dims, self._dim))(inputs, g)
+
+        start = 0
+        for values in self._by_rows(each, torch.cat(spans)):
+            out.index_add_(0, owner[start : start + len(values)].to(out.device), values.to(dtype))
+            start += len(values)
+        return out.transpose(0, 1)
+
+    def total(self, dtype: torch.dtype) -> Tensor:
+        def summed(state: dict[str, Tensor], varied: dict[str, Tensor], inputs: list[Tensor], g: Tensor) -> Tensor:
+            def of_rows(params: dict[str, Tensor]) -> Tensor:
+                rows = vmap(lambda x, g: self._inner(params, state, x, g), in_dims=(self._in_dims, self._dim))
+                return rows(inputs, g).sum()
+
+            found = grad(of_rows)(varied)
+            return self._layout.join([found[name] for name in self._names])
+
+        groups, _, m, n = self.shape
+        out = self._gradient.new_zeros(groups, m, n, dtype=dtype)
+        for part in self._by_rows(summed, self._order):
+            out += part
+        return out
+
+    def _by_rows(self, function: Callable[..., Tensor], rows: Tensor) -> Iterator[Tensor]:
+        """Calls the function with copies of the state and of some rows at a time: the forward may change them."""
+        step = max(1, CHUNK_BYTES // ((self._size + self.entries) * self._gradient.element_size()))
+        for start in range(0, len(rows), step):
+            chunk = rows[start : start + step]
+            inputs = [
+                x.clone() if axis is None else x.index_select(axis, chunk)
+                for x, axis in zip(self._inputs, self._in_dims, strict=True)
+            ]
+            state = {name: x.clone() for name, x in self._state.items()}
+            varied = {name: state.pop(name) for name in self._names}
+            try:
+                with torch.enable_grad(), without_vmap_warnings():
+                    found = function(state, varied, inputs, self._gradient.index_select(self._dim, chunk))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever vmap does not support
+                line = (str(error).splitlines() or [type(error).__name__])[0]
+                raise NotPerSample(f"vmap does not apply: {line}") from error
+            yield found.detach()
+
+
+def _rows_by_sample(batch: Batch, rows: int, device: torch.device) -> tuple[Tensor, list[int]]:
+    """The rows in the order of their samples, and the number of each sample's."""
+    ragged = None if batch.dim is None else batch.ragged.get(rows)
+    if ragged is not None:
+        ragged.used = True
+        return ragged.index.argsort(stable=True).to(device), ragged.sizes
+    order = batch.by_sample(torch.arange(rows, device=device))
+    return order.flatten(), [order.shape[1]] * len(order)
 
 
 def _without_hooks(module: nn.Module) -> nn.Module:

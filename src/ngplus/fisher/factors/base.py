@@ -35,8 +35,27 @@ class LazyFactor(Protocol):
         """r_ip . r_iq, [groups, samples, positions, positions]."""
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that it keeps."""
+
+    @property
     def gram_cost(self) -> float:
         """Multiplications of ``gram`` per sample."""
+
+
+class LazyGradients(Protocol):
+    """G_i computed on demand for some samples, as those of a module without a rule."""
+
+    shape: tuple[int, int, int, int]  # [groups, samples, m, n]
+    half_precision: bool  # are they computed from float16 or bfloat16?
+    entries: int  # temporary entries of ``take`` per sample, besides its result
+    nbytes: int  # of the tensors that it copied
+
+    def take(self, samples: Samples, dtype: torch.dtype) -> Tensor:
+        """G_i of these samples, [groups, samples, m, n]."""
+
+    def total(self, dtype: torch.dtype) -> Tensor:
+        """sum_i G_i, [groups, m, n]."""
 
 
 Factor = Tensor | LazyFactor
@@ -95,6 +114,16 @@ class Factors:
         """
         return block_of(self.gradients(slice(None), dtype)[..., rows, cols])
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that it keeps."""
+        return sum(x.nbytes for x in vars(self).values() if hasattr(x, "nbytes"))
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of those that a backward pass without curvature would not keep, or not for so long."""
+        return 0
+
     def pair(self, side: str, form: str, samples: Samples, sketch: Sketch | None, dtype: torch.dtype) -> Pair:
         """Y and Z, [groups, k, d], with Y^T Z the sum over these samples. This default computes each G_i."""
         gradients = self.gradients(samples, dtype)
@@ -108,6 +137,10 @@ class Factors:
     def low_rank(self, side: str, samples: Samples, dtype: torch.dtype) -> Tensor:
         """U, [groups, d, r], with U U^T the sum over these samples."""
         return self.pair(side, "explicit", samples, None, dtype)[0].mT
+
+    def low_rank_form(self, side: str) -> str:
+        """The form that ``low_rank`` computes, whose temporary entries ``memory`` returns."""
+        return "explicit"
 
     def curved_and_other(self, side: str) -> tuple[int, int]:
         """d and D."""

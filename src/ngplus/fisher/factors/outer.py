@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ngplus.fisher.factors.base import Factor, Factors, Pair, Samples, block_of, take
+from ngplus.fisher.factors.base import Factor, Factors, LazyGradients, Pair, Samples, block_of, take
 from ngplus.fisher.sketch import Sketch
 
 CHUNK = 2**22  # entries that ``Outer.gradient_sum`` computes at a time
@@ -93,7 +93,7 @@ class Outer(Factors):
         return tall, tall
 
     def low_rank(self, side: str, samples: Samples, dtype: torch.dtype) -> Tensor:
-        if self.positions > 1 and self.curved_and_other(side)[1] <= self.positions:
+        if self.low_rank_form(side) == "explicit":
             return self.pair(side, "explicit", samples, None, dtype)[0].mT
         curved = self._curved(side, samples, dtype)
         other, ones = self._other(side, samples, None, dtype)
@@ -101,6 +101,10 @@ class Outer(Factors):
             weight = other.square().sum(-1, keepdim=True) + float(ones)
             return (weight.sqrt() * curved).flatten(1, 2).mT
         return (gram_root(other @ other.mT + float(ones)) @ curved).flatten(1, 2).mT
+
+    def low_rank_form(self, side: str) -> str:
+        many = self.positions > 1 and self.curved_and_other(side)[1] <= self.positions
+        return "explicit" if many else "gram"
 
     def costs(self, side: str, other: int, block: int) -> dict[str, float]:
         d, _ = self.curved_and_other(side)
@@ -140,11 +144,48 @@ class Rows(Factors):
         self.groups, self.samples, self.rows, self.cols = self.values.shape
         self.positions = min(self.rows, self.cols)
 
+    @property
+    def extra_bytes(self) -> int:
+        return self.nbytes
+
     def gradients(self, samples: Samples, dtype: torch.dtype) -> Tensor:
         return self.values[:, samples].to(dtype)
 
     def gradient_block(self, rows: slice, cols: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return block_of(self.values[..., rows, cols].to(dtype))
+
+
+@dataclass
+class OnDemand(Factors):
+    """G_i computed when it is asked for, for some samples at a time."""
+
+    source: LazyGradients
+
+    def __post_init__(self) -> None:
+        self.groups, self.samples, self.rows, self.cols = self.source.shape
+        self.positions = min(self.rows, self.cols)
+
+    @property
+    def half_precision(self) -> bool:
+        return self.source.half_precision
+
+    @property
+    def extra_bytes(self) -> int:
+        return self.nbytes
+
+    def gradients(self, samples: Samples, dtype: torch.dtype) -> Tensor:
+        return self.source.take(samples, dtype)
+
+    def gradient_sum(self, dtype: torch.dtype) -> Tensor:
+        return self.source.total(dtype)
+
+    def gradient_block(self, rows: slice, cols: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The squares are those of the sum, since each G_i would have to be computed."""
+        block = self.source.total(dtype)[:, rows, cols]
+        return block, block.square().sum()
+
+    def memory(self, side: str, form: str, other: int) -> int:
+        return 2 * super().memory(side, form, other) + self.source.entries
 
 
 def gram_root(gram: Tensor) -> Tensor:

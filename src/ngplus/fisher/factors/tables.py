@@ -102,6 +102,9 @@ class Bags(Factors):
         grads = self.grads[samples].to(dtype)
         return grads[None], (self._lengths(dtype)[samples][:, None] * grads)[None]
 
+    def low_rank_form(self, side: str) -> str:
+        return "explicit" if side == "left" else "rank-one"
+
     def low_rank(self, side: str, samples: Samples, dtype: torch.dtype) -> Tensor:
         if side == "left":
             return super().low_rank(side, samples, dtype)

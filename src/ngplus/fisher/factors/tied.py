@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
-from ngplus.fisher.factors.base import Factors, Pair, Samples, take
-from ngplus.fisher.factors.outer import Outer, Rows, gram_root
+from ngplus.fisher.factors.base import Factors, LazyGradients, Pair, Samples, take
+from ngplus.fisher.factors.outer import OnDemand, Outer, Rows, gram_root
 from ngplus.fisher.factors.ragged import Segments
 from ngplus.fisher.factors.tables import Bags, Lookup
 from ngplus.fisher.sketch import Sketch
@@ -38,6 +39,14 @@ class Joined(Factors):
     def half_precision(self) -> bool:
         return any(use.half_precision for use in self.uses)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(use.nbytes for use in self.uses)
+
+    @property
+    def extra_bytes(self) -> int:
+        return self.nbytes  # the first ones wait for the last one
+
     def gradient_sum(self, dtype: torch.dtype) -> Tensor:
         return torch.stack([use.gradient_sum(dtype) for use in self.uses]).sum(0)
 
@@ -53,10 +62,13 @@ class Joined(Factors):
         return curved.flatten(1, 2), (gram @ curved).flatten(1, 2)
 
     def low_rank(self, side: str, samples: Samples, dtype: torch.dtype) -> Tensor:
-        if "gram" not in self.costs(side, 1, 1):
+        if self.low_rank_form(side) == "explicit":
             return super().low_rank(side, samples, dtype)
         curved, gram = self._curved_and_gram(side, samples, dtype)
         return (gram_root(gram) @ curved).flatten(1, 2).mT
+
+    def low_rank_form(self, side: str) -> str:
+        return "gram" if "gram" in self.costs(side, 1, 1) else "explicit"
 
     def _curved_and_gram(self, side: str, samples: Samples, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         curved, others = [], []
@@ -131,8 +143,25 @@ def widen(factors: Factors, columns: Sequence[int], total: int) -> Factors:
         return Segments(factors.left, place(factors.right), factors.sizes)
     if isinstance(factors, Joined):
         return Joined([widen(use, columns, total) for use in factors.uses])
+    if isinstance(factors, OnDemand):
+        return OnDemand(_Widened(factors.source, place, total))
     assert isinstance(factors, Rows)
     return Rows(place(factors.values))
+
+
+class _Widened:
+    """Gradients of a part of a matrix's columns, with zeros in the others."""
+
+    def __init__(self, source: LazyGradients, place: Callable[[Tensor], Tensor], total: int) -> None:
+        self._source, self._place = source, place
+        self.shape, self.half_precision = (*source.shape[:3], total), source.half_precision
+        self.nbytes, self.entries = source.nbytes, source.entries + prod(source.shape) // source.shape[1]
+
+    def take(self, samples: Samples, dtype: torch.dtype) -> Tensor:
+        return self._place(self._source.take(samples, dtype))
+
+    def total(self, dtype: torch.dtype) -> Tensor:
+        return self._place(self._source.total(dtype))
 
 
 def _inner(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
