@@ -122,6 +122,6 @@ def test_a_module_that_changes_its_input_is_told() -> None:
     model = nn.Sequential(nn.Linear(3, 3), AddedInPlace())
     optimizer = ngplus.NGPlus(model)
     model(torch.randn(6, 5, 3)).square().mean().backward()
-    with pytest.warns(UserWarning, match="AddedInPlace changes its inputs in place"):
+    with pytest.warns(UserWarning, match="changes its inputs in place: AddedInPlace"):
         optimizer.step()
     assert optimizer.plan()["1.weight"].source == "batch"

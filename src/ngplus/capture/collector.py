@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from ngplus.capture import reasons
 from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.batch import BatchDims
 from ngplus.capture.matrices import ParameterMatrix, Use
@@ -199,7 +200,7 @@ class Collector:
             tolerance = tolerance + sum(before.rounding() for before in snapshots)
             matrix.checked = all(grad is not None for grad in added)
             if bool(torch.linalg.vector_norm(torch.stack(missed)) > tolerance):
-                matrix.fall_back_at_step("a part of its gradient does not come from calls of its module")
+                matrix.fall_back_at_step(reasons.OTHER_USES)
 
 
 class _GradSnapshot:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ngplus.capture import reasons
 from ngplus.capture.layers import LayerRule, Layout, MatrixSpec, UnknownModuleRule, rule_for
 from ngplus.capture.layers.base import has_own_forward
 from ngplus.capture.layers.layout import kind_of
@@ -42,7 +43,8 @@ class ParameterMatrix:
         self.checked = False  # the captured G_i were found to sum to the gradient
         self.seen: tuple[int, int] | None = None  # samples and positions of the last refresh
         self.form: str | None = None  # the form of its product
-        self.missed = False  # the last refresh captured nothing, and used the mini-batch gradient
+        self.missed = ""  # why the last refresh captured nothing, and used the mini-batch gradient
+        self.not_captured = ""  # why nothing was captured since the last step; "" if its modules were not called
         self.reason = ""  # why the source is, or will be, "batch"
         self.estimate: Any = None  # L of this step's refresh, for NGPlus.curvature() until the next step
         self.fixed_partition: BlockPartition | None = None  # overrides the options of the parameter group
@@ -79,8 +81,7 @@ class ParameterMatrix:
     @property
     def note(self) -> str:
         """Why that is "batch"."""
-        missed = "no gradient was captured: see train() and the graph of the loss"
-        return self.reason or (missed if self.missed else "")
+        return self.reason or self.missed
 
     def fall_back(self, reason: str) -> None:
         """Uses the curvature of the mini-batch gradient from now on."""
@@ -219,15 +220,20 @@ def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tupl
             for index, spec in enumerate(unknown.matrices(module)):
                 bind(module, unknown, index, spec, "vmap")
     in_model = set(params if model is None else model.parameters())
+    scripted = {
+        param
+        for module in (model.modules() if model is not None else ())
+        if isinstance(module, torch.jit.ScriptModule)
+        for param in module.parameters()
+    }
     for param, name in params.items():
         if param not in of_param:
             matrices.append(lone_matrix(name, param))
-            matrices[-1].reason = (
-                "no layer rule covers it" if param in in_model else "it is no parameter of the model that was given"
-            )
+            uncovered = reasons.SCRIPTED if param in scripted else reasons.NO_RULE
+            matrices[-1].reason = uncovered if param in in_model else reasons.NOT_IN_MODEL
             of_param[param] = (matrices[-1], 0)
     for param in clashes:
-        of_param[param][0].fall_back("its modules use it in layouts that do not agree")
+        of_param[param][0].fall_back(reasons.LAYOUTS_DIFFER)
     uses = [use for use in uses if use.matrix.source != "batch"]
     order = {param: i for i, param in enumerate(params)}
     matrices.sort(key=lambda matrix: min(order[p] for p in matrix.params))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ngplus.capture import reasons
 from ngplus.capture.collector import Collector
 from ngplus.capture.layers.base import no_mixed_precision
 from ngplus.capture.matrices import ParameterMatrix
@@ -25,6 +26,7 @@ from ngplus.utils.finite import RefreshStatus, keep_last_good, norms_of, read_if
 from ngplus.utils.typing import State
 from ngplus.utils.warnings import warn
 
+REASONS_SHOWN = 3  # in a warning, which has a line for each
 Directions = dict[nn.Parameter, Tensor]
 
 
@@ -158,7 +160,8 @@ class BaseOptimizer(MatrixOptimizer):
         for update in updates:
             matrix, captures = update.matrix, self._captures(update.group)
             gathered = collector.take(matrix)
-            matrix.missed = gathered is None and captures and not self._initialising
+            nothing = gathered is None and captures and not self._initialising
+            matrix.missed = matrix.not_captured or reasons.NOT_CALLED if nothing else ""
             if captures and (matrix.source == "batch" or gathered is None):
                 uncovered.append(matrix)
                 gathered = None
@@ -269,20 +272,28 @@ class BaseOptimizer(MatrixOptimizer):
         if self._warned or self._initialising or not uncovered:
             return
         self._warned = True
-        by_reason: dict[str, list[str]] = {}
+        by_reason: dict[str, list[ParameterMatrix]] = {}
         for matrix in uncovered:
-            by_reason.setdefault(matrix.note, []).append(matrix.name)
-        shown = [f"{_some(names)} ({reason})" for reason, names in by_reason.items()]
+            by_reason.setdefault(reasons.without_detail(matrix.note), []).append(matrix)
+        groups = sorted(by_reason.items(), key=lambda item: len(item[1]), reverse=True)
+        shown = groups if len(groups) <= REASONS_SHOWN else groups[: REASONS_SHOWN - 1]
+        lines = [f"{_some([m.name for m in group])}: {_common(group, reason)}" for reason, group in shown]
+        if rest := groups[len(shown) :]:
+            lines.append(f"{sum(len(group) for _, group in rest)} more, for {len(rest)} other reasons")
         warn(
-            f"No per-sample curvature for {_some(shown, '; ', 'reasons')}. Mini-batch curvature is used for them. "
-            "plan() lists all, and the page on trouble-shooting of the documentation explains each reason"
+            "No per-sample curvature for " + "\n  and for ".join(lines) + "\nThey have mini-batch curvature. plan() "
+            "lists them, and docs/troubleshooting.md explains the reasons"
         )
 
 
-def _some(items: Sequence[str], separator: str = ", ", what: str = "matrices") -> str:
-    """The first three, and how many there are beyond."""
-    rest = len(items) - 3
-    return separator.join(items[:3]) + (f" and {rest} more {what}" if rest > 0 else "")
+def _some(names: Sequence[str]) -> str:
+    """The first two, and how many there are beyond."""
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+
+def _common(group: Sequence[ParameterMatrix], reason: str) -> str:
+    """The reason of these matrices, with its detail where they have the same."""
+    return group[0].note if len({matrix.note for matrix in group}) == 1 else reason
 
 
 def is_zero(lr: float | Tensor) -> bool:

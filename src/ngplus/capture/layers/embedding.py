@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ngplus.capture import reasons
 from ngplus.capture.batch import Batch
 from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample, register_layer
 from ngplus.capture.layers.layout import MatrixSpec
@@ -49,7 +50,7 @@ class EmbeddingRule(LayerRule):
             grad = grad * weight[..., None]
         index = index.expand(grad.shape[:-1]).long()
         if batch.dim == 0 and batch.size and (index.dim() == 0 or len(index) not in {batch.size, *batch.ragged}):
-            raise NotPerSample("its index has no batch dimension")
+            raise NotPerSample(reasons.SHARED_INDEX)
         return Lookup(batch.fold(index, 0), batch.fold(grad), module.num_embeddings)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ngplus.capture import reasons
 from ngplus.capture.layers.base import Build, Inputs
 from ngplus.capture.layers.embedding import ForAllSamples
 
@@ -105,18 +106,17 @@ class Watcher:
             inputs = use.rule.inputs(module, args, kwargs)
             tensors = [x for x in inputs if x is not None]
             if not tensors or not all(isinstance(x, Tensor) for x in (output, *tensors)):
-                self.refuse(matrix, f"{type(module).__name__} takes or gives what is no tensor")
+                self.refuse(matrix, reasons.with_detail(reasons.NO_TENSOR, type(module).__name__))
                 return None
             if not (use.active[0] or use.rule.bias_needs_input):
                 inputs = (None,) * len(inputs)
             if not is_strided(output, *inputs):  # before the rule reads them
-                self.refuse(matrix, "its module takes or gives a sparse or nested tensor")
+                self.refuse(matrix, reasons.NOT_STRIDED)
                 return None
             adapted = use.rule.adapt(module, inputs, output, recorder.batch(use))
             recorded = adapted
             if isinstance(adapted, ForAllSamples):  # a lookup without a batch dimension
-                reason = "its output, the same for all samples, is used in other ways than to be added"
-                recorded, adapted.on_other_use = adapted.by_sample, partial(self.refuse, matrix, reason)
+                recorded, adapted.on_other_use = adapted.by_sample, partial(self.refuse, matrix, reasons.SHARED_OUTPUT)
                 recorder.mark_first_dimension(recorded)
             recorder.record(use, recorded, inputs, partial(use.rule.factors, module))
             return None if adapted is output else adapted

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
+from ngplus.capture import reasons
 from ngplus.capture.batch import Batch
 from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample
 from ngplus.capture.layers.hooks import Watcher
@@ -65,12 +66,12 @@ class UnknownModuleRule(LayerRule):
                 if not watcher.recording(i):
                     continue
                 if changed:
-                    watcher.refuse(i, f"{type(module).__name__} changes its inputs in place")
+                    watcher.refuse(i, reasons.with_detail(reasons.VMAP_IN_PLACE, type(module).__name__))
                 elif len(found) == 1:
                     build = _VmapBuild(module, spec, given, found[0])
                     watcher.record(i, outputs[found[0]], build.tensors(given), build)
                 elif found:
-                    watcher.refuse(i, f"{type(module).__name__} has several outputs")
+                    watcher.refuse(i, reasons.with_detail(reasons.VMAP_OUTPUTS, type(module).__name__))
 
         return [
             module.register_forward_pre_hook(watcher.hook(before), with_kwargs=True),
@@ -109,7 +110,7 @@ class _VmapBuild:
         count = gradient.shape[dim]
         in_dims = [dim if x.dim() > dim and x.shape[dim] == count else None for x in tensors]
         if all(axis is None for axis in in_dims):
-            raise NotPerSample(f"no input of {type(self._module).__name__} shares the batch dimension of its output")
+            raise NotPerSample(reasons.with_detail(reasons.VMAP_NO_BATCH, type(self._module).__name__))
         module = _without_hooks(self._module)
 
         def one(x: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ class _VmapBuild:
             with torch.enable_grad():
                 grads = vmap(grad(inner), in_dims=(None, in_dims, dim))(varied, tensors, gradient)
         except Exception as error:  # whatever vmap does not support
-            raise NotPerSample(f"vmap does not apply: {str(error).splitlines()[0]}") from error
+            raise NotPerSample(reasons.with_detail(reasons.VMAP_FAILED, str(error).splitlines()[0])) from error
         layout = Layout([varied[name].shape for name in names], kinds)
         values = torch.stack([layout.join([grads[name][i] for name in names])[0] for i in range(count)])
         return Rows(batch.sums(values)[None])
