@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.fisher import products
-from ngplus.fisher.factors import Factors
+from ngplus.fisher.factors import Factors, Rows
 from ngplus.fisher.sketch import Sketch, SketchSpec
 from ngplus.utils.typing import Group
 
@@ -21,6 +21,8 @@ class Accumulator:
     product_sum: list[Tensor] | None = None  # sum_i G_i G_i^T or sum_i G_i^T G_i, as stacks of blocks
     low_rank: list[list[Tensor]] = field(default_factory=list)  # U of each micro-batch, where the sum is U U^T
     samples: int = 0  # samples of all micro-batches
+    positions: int = 0  # the largest number of positions of a sample
+    summed: bool = False  # some samples had their positions added before, and a bound of the rank stands for them
     used: int = 0  # the number of them in S_k
     ranks: int = 1  # processes whose samples are in the sums
     gradient: Tensor | None = None  # sum_i G_i on the first refresh, to check that nothing was missed
@@ -28,13 +30,19 @@ class Accumulator:
 
     def take_in(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int, check: bool = False) -> None:
         """Adds the factors of a micro-batch; with ``check`` also to ``gradient``."""
-        matrix.seen = (factors.samples, factors.positions)
+        self.positions = max(self.positions, factors.positions)
+        self.summed = self.summed or isinstance(factors, Rows)
         self.samples += factors.samples
         if check:
             self.half_precision = self.half_precision or factors.half_precision
             total = factors.gradient_sum(matrix.dtype)
             self.gradient = total if self.gradient is None else self.gradient + total
         self.add(matrix, factors, group, seed)
+
+    def note_seen(self, matrix: ParameterMatrix) -> None:
+        """Notes for ``plan()`` what this refresh of the matrix saw, once the sums of all ranks are added."""
+        matrix.seen = (self.samples, self.positions)
+        matrix.summed, matrix.ranks = self.summed, self.ranks
 
     def add(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int) -> None:
         """Adds the products of the factors to ``product_sum``, or U to ``low_rank`` if its rank is low."""
@@ -68,6 +76,12 @@ class Accumulator:
             products = [root @ root.mT for root in part]
             total = products if total is None else [a + b for a, b in zip(total, products, strict=True)]
         return total
+
+    def covers(self, gradient: Tensor) -> bool:
+        """Do the captured G_i add up to this gradient, the joined one of all parameters of the matrix?"""
+        assert self.gradient is not None
+        tolerance = (5e-2 if self.half_precision else 1e-3) * self.length()
+        return not bool(torch.linalg.vector_norm(gradient - self.gradient) > tolerance)
 
     def length(self) -> Tensor:
         """Returns sqrt(N sum_i |G_i|^2), a bound on |sum_i G_i| that does not vanish if the G_i cancel."""

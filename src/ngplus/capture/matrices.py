@@ -41,7 +41,9 @@ class ParameterMatrix:
         self.own_forward = False  # a module that uses it has its own forward, so coverage is checked at each refresh
         self.armed = False  # a refresh is due at the next step, so hooks record
         self.checked = False  # the captured G_i were found to sum to the gradient
-        self.seen: tuple[int, int] | None = None  # samples and positions of the last refresh
+        self.seen: tuple[int, int] | None = None  # samples (of all ranks) and positions of the last refresh
+        self.summed = False  # the positions were added already
+        self.ranks = 1  # processes whose samples these are
         self.form: str | None = None  # the form of its product
         self.missed = ""  # why the last refresh captured nothing, and used the mini-batch gradient
         self.not_captured = ""  # why nothing was captured since the last step; "" if its modules were not called

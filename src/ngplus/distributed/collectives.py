@@ -182,6 +182,8 @@ def reduce_curvature(
     for matrix, s in sums:
         if s.failed and matrix.source != "batch":
             matrix.fall_back(matrix.reason or reasons.OTHER_RANK)
+        if s.gathered.used and not s.failed:
+            s.gathered.note_seen(matrix)
         if s.failed or not s.gathered.used or not distributor.has_curvature(matrix):
             collector.take(matrix)
     return [matrix for matrix, s in sums if s.gathered.used and not s.failed]

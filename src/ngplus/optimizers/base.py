@@ -165,6 +165,8 @@ class BaseOptimizer(MatrixOptimizer):
             if captures and (matrix.source == "batch" or gathered is None):
                 uncovered.append(matrix)
                 gathered = None
+            if gathered is not None:
+                gathered.note_seen(matrix)
             held, status = dict(update.state), RefreshStatus(may_wait=self._faults.needs_help(matrix.name))
             update.preconditioner.refresh(update, gathered, status)
             self._conclude(update.preconditioner, held, status)
