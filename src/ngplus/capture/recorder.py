@@ -162,8 +162,10 @@ class Recorder:
             matrix.apply_fallback()
 
     def complaint(self) -> str:
-        """Returns the warning about ``sample_index`` after ``flush``; "" for none."""
-        return self._sample_index.complaint()
+        """Returns the warning about ``sample_index`` after ``flush``; "" for none, and where the reasons say it."""
+        text = self._sample_index.complaint()
+        told = any(reasons.without_detail(matrix.reason) == reasons.NO_SAMPLE_INDEX for matrix in self._matrices)
+        return "" if told else text
 
     # ------------------------------------------------------------------------------------------ forward
 
@@ -286,8 +288,8 @@ class Recorder:
         if call.ragged:
             lengths = [x.shape[d] for d in {0, 1, dim} if d < x.dim()]
             if not any(length in call.ragged for length in lengths):
-                rows = f"{x.shape[dim] if dim < x.dim() else 1} rows"
-                return {call.samples: reasons.with_detail(reasons.NO_SAMPLE_INDEX, rows)}
+                size = f"a batch dimension of {x.shape[dim] if dim < x.dim() else 1}"
+                return {call.samples: reasons.with_detail(reasons.NO_SAMPLE_INDEX, size)}
             return {call.samples: Batch(dim, call.samples, call.ragged)}
         if call.samples == 0:  # this rank got no samples
             return {0: Batch(dim, 0)}
