@@ -201,7 +201,8 @@ def test_rows_without_an_entry_are_not_taken_for_samples() -> None:
     assert f"for loops.weight: {reasons.NO_SAMPLE_INDEX}: a batch dimension of {len(graph) + edges.shape[1]}" in told
     seen = {row.name: (row.source, row.seen and row.seen[0]) for row in optimizer.plan()}
     sample = ("sample", SAMPLES)
-    assert seen == {"nodes.weight": sample, "edges.weight": sample, "loops.weight": ("batch", None), "out.weight": sample}
+    assert seen.pop("loops.weight") == ("batch", None)
+    assert seen == dict.fromkeys(["nodes.weight", "edges.weight", "out.weight"], sample)
     params = dict(model.named_parameters())
     each = []
     for i in range(SAMPLES):
@@ -223,14 +224,14 @@ def test_packed_rows_behind_a_dimension_of_one_are_not_one_sample() -> None:
     """The rows of all samples as [1, rows, features]."""
     model = nn.Linear(3, 2)
     optimizer = ngplus.NGPlus(model, sample_index=lambda x: torch.tensor([0, 0, 1, 1, 1]))
+    model(torch.randn(1, 5, 3)).square().mean().backward()
     with pytest.warns(UserWarning, match=reasons.NO_SAMPLE_INDEX):
-        model(torch.randn(1, 5, 3)).square().mean().backward()
         optimizer.step()
     assert optimizer.plan()[0].source == "batch"
 
 
 @pytest.mark.parametrize("loops", [False, True])
-def test_a_graph_attention_layer_with_self_loops(loops: bool) -> None:
+def test_a_graph_attention_layer_with_self_loops(loops: bool, recwarn: pytest.WarningsRecorder) -> None:
     """torch_geometric adds the loops inside of the layer, to the features of the edges as well."""
     geometric = pytest.importorskip("torch_geometric.nn")
 
@@ -247,12 +248,11 @@ def test_a_graph_attention_layer_with_self_loops(loops: bool) -> None:
     _, edges, features, graph, count = graphs(False)
     model = Net()
     optimizer = ngplus.NGPlus(model, sample_index=GraphNet.index)
-    with pytest.warns(UserWarning, match="No per-sample curvature") as caught:
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.randn(len(graph), 3), edges, features, graph, count).square().mean().backward()
-            optimizer.step()
-    assert len([w for w in caught if "No per-sample" in str(w.message)]) == 1
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(len(graph), 3), edges, features, graph, count).square().mean().backward()
+        optimizer.step()
+    assert len([w for w in recwarn if "No per-sample" in str(w.message)]) == 1
     row = optimizer.plan()["conv.lin_edge.weight"]
     assert (row.source == "batch") == loops
     assert (reasons.NO_SAMPLE_INDEX in row.note) == loops

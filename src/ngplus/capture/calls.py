@@ -155,7 +155,8 @@ class PendingGradient:
             if found != wanted:
                 raise ValueError(f"The rule of {type(module).__name__} gave factors of {found} for {wanted}")
             if batch.ragged and built.samples != self.call.samples:  # rows were taken for samples
-                raise NotPerSample(reasons.with_detail(reasons.NO_SAMPLE_INDEX, f"a batch dimension of {built.samples}"))
+                size = f"a batch dimension of {built.samples}"
+                raise NotPerSample(reasons.with_detail(reasons.NO_SAMPLE_INDEX, size))
             if has_own_forward(module):
                 built.gradient_sum(matrix.dtype)  # raises if the shapes of the factors do not match
             return built
