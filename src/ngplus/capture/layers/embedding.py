@@ -2,22 +2,111 @@
 
 from __future__ import annotations
 
+import inspect
+import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree as pytree
 
 from ngplus.capture import reasons
 from ngplus.capture.batch import Batch
-from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample, register_layer
+from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample, has_own_forward, register_layer
 from ngplus.capture.layers.layout import MatrixSpec
+from ngplus.capture.sample_axis import tensors
 from ngplus.fisher.factors import Bags, Factors, Lookup, as_lookup, tensor_version
+
+if TYPE_CHECKING:
+    from ngplus.capture.layers.hooks import Watcher
+
+
+class _TableRule(LayerRule):
+    """The base of rules whose module looks up rows of a table, by one function of torch.
+
+    A subclass with its own forward may compute positions from its input, or scale the rows. The function is then
+    recorded as that forward calls it: the input of the module may be no index of the table.
+    """
+
+    looks_up = True
+    function: Callable[..., Tensor]  # its arguments have the names of the module's attributes
+
+    def watch(self, module: Any, watcher: Watcher) -> list[Any]:
+        record = watcher.forward_hook(0)
+        running: dict[int, _Lookups] = {}  # of each thread
+
+        def before(module: nn.Embedding, args: Any) -> None:
+            if watcher.armed(0) and has_own_forward(module):
+                running[threading.get_ident()] = _Lookups(self, module, watcher, running)
+                running[threading.get_ident()].__enter__()  # type: ignore[no-untyped-call]
+
+        def after(module: nn.Embedding, args: Any, kwargs: Any, output: Any) -> Any:
+            return None if threading.get_ident() in running else record(module, args, kwargs, output)
+
+        def end(module: nn.Embedding, args: Any, output: Any) -> None:
+            lookups = running.pop(threading.get_ident(), None)
+            if lookups is not None:
+                lookups.stop()
+                if not lookups.found and torch.is_grad_enabled() and output is not None and watcher.recording(0):
+                    watcher.refuse(0, reasons.with_detail(reasons.OWN_FORWARD, "it does not look up its table"))
+
+        return [
+            module.register_forward_pre_hook(watcher.hook(before)),
+            module.register_forward_hook(watcher.hook(after), with_kwargs=True, prepend=True),
+            module.register_forward_hook(watcher.hook(end), always_call=True),
+        ]
+
+
+class _Lookups(TorchFunctionMode):
+    """Records the lookups in a module's table while its forward runs. Any other use of the table is refused.
+
+    ``running`` has the active one of each thread; others are left by a call that was interrupted, and do nothing.
+    """
+
+    def __init__(self, rule: _TableRule, module: nn.Module, watcher: Watcher, running: Mapping[int, _Lookups]) -> None:
+        super().__init__()
+        self._rule, self._module, self._watcher, self._running = rule, module, watcher, running
+        self.found = False
+
+    def stop(self) -> None:
+        if _get_current_function_mode() is self:
+            self.__exit__(None, None, None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        table = self._module._parameters.get("weight")
+        if self._running.get(threading.get_ident()) is not self or not any(x is table for x in tensors((args, kwargs))):
+            return out
+        if func is type(self._rule).function:
+            given = inspect.signature(func).bind(*args, **kwargs)
+            given.apply_defaults()
+            self._note(out, given.arguments)
+        elif any(x.requires_grad for x in tensors(out)):
+            self._watcher.refuse(0, reasons.with_detail(reasons.OWN_FORWARD, "it uses its table in other ways"))
+        return out
+
+    def _note(self, out: Tensor, given: dict[str, Any]) -> None:
+        self.found = True
+        rows, padding_idx = len(given["weight"]), given["padding_idx"]
+        if padding_idx is not None and padding_idx < 0:
+            given["padding_idx"] = rows + padding_idx
+        as_module = SimpleNamespace(num_embeddings=rows, **given)
+        if given.get("mode") == "max":
+            self._watcher.refuse(0, reasons.with_detail(reasons.OWN_FORWARD, "mode 'max'"))
+        elif self._watcher.recording(0):
+            self._watcher.record(0, out, self._rule.inputs(None, (), given), partial(self._rule.factors, as_module))
+        else:
+            self._watcher.note_samples(0, out)
 
 
 @register_layer(nn.Embedding)
-class EmbeddingRule(LayerRule):
+class EmbeddingRule(_TableRule):
     """Supports ``padding_idx``, ``scale_grad_by_freq`` and ``sparse``.
 
     An index of shape [1, length], as of positions, is the same for all samples. If its vectors are added to those of
@@ -31,7 +120,7 @@ class EmbeddingRule(LayerRule):
         ((1000, 16), 'right')
     """
 
-    looks_up = True
+    function = F.embedding
 
     def matrices(self, module: Any) -> list[MatrixSpec]:
         return [MatrixSpec(("weight",), ("rows",))]
@@ -105,7 +194,7 @@ class ForAllSamples(Tensor):
         return out
 
 
-def _entry_weights(module: nn.Embedding | nn.EmbeddingBag, index: Tensor, dtype: torch.dtype) -> Tensor | None:
+def _entry_weights(module: Any, index: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Returns what torch multiplies each entry's gradient by: 0 for padding, 1 / frequency; None for 1."""
     weight = None if module.padding_idx is None else (index != module.padding_idx).to(dtype)
     if module.scale_grad_by_freq:
@@ -116,7 +205,7 @@ def _entry_weights(module: nn.Embedding | nn.EmbeddingBag, index: Tensor, dtype:
 
 
 @register_layer(nn.EmbeddingBag)
-class EmbeddingBagRule(LayerRule):
+class EmbeddingBagRule(_TableRule):
     """Supports the modes sum and mean, ``offsets``, ``per_sample_weights``, ``padding_idx`` and ``sparse``. Several
     bags of one sample, one after the other, are joined. The mode max gets mini-batch curvature.
 
@@ -126,7 +215,7 @@ class EmbeddingBagRule(LayerRule):
         ((1000, 16), 'sample')
     """
 
-    looks_up = True
+    function = F.embedding_bag
 
     def matrices(self, module: Any) -> list[MatrixSpec]:
         return [] if module.mode == "max" else [MatrixSpec(("weight",), ("rows",))]
