@@ -14,7 +14,7 @@ SCRIPTED = "its module is compiled by torch.jit.script, and runs no hooks"
 PROJECTION = "a projection of its attention module is computed, and is not a parameter"
 
 # What was called, and how.
-NOT_CALLED = "its module was not called, like an expert without tokens"
+NOT_CALLED = "its module was not called (an expert without tokens, a weight that a function uses)"
 EVAL = "its module was called in eval() mode"
 NO_GRAD = "its module was called under no_grad() only"
 FUNCTIONAL = "its module was called by torch.func"

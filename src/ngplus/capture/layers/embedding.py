@@ -34,7 +34,7 @@ class _TableRule(LayerRule):
     """
 
     looks_up = True
-    function: Callable[..., Tensor]  # its arguments have the names of the module's attributes
+    _function: Callable[..., Tensor]  # its arguments have the names of the module's attributes
 
     def watch(self, module: Any, watcher: Watcher) -> list[Any]:
         record = watcher.forward_hook(0)
@@ -83,7 +83,7 @@ class _Lookups(TorchFunctionMode):
         table = self._module._parameters.get("weight")
         if self._running.get(threading.get_ident()) is not self or not any(x is table for x in tensors((args, kwargs))):
             return out
-        if func is type(self._rule).function:
+        if func is type(self._rule)._function:
             given = inspect.signature(func).bind(*args, **kwargs)
             given.apply_defaults()
             self._note(out, given.arguments)
@@ -120,7 +120,7 @@ class EmbeddingRule(_TableRule):
         ((1000, 16), 'right')
     """
 
-    function = F.embedding
+    _function = F.embedding
 
     def matrices(self, module: Any) -> list[MatrixSpec]:
         return [MatrixSpec(("weight",), ("rows",))]
@@ -215,7 +215,7 @@ class EmbeddingBagRule(_TableRule):
         ((1000, 16), 'sample')
     """
 
-    function = F.embedding_bag
+    _function = F.embedding_bag
 
     def matrices(self, module: Any) -> list[MatrixSpec]:
         return [] if module.mode == "max" else [MatrixSpec(("weight",), ("rows",))]

@@ -23,6 +23,7 @@ from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample
 from ngplus.capture.layers.hooks import Watcher
 from ngplus.capture.layers.layout import Layout, MatrixSpec, kind_of
 from ngplus.fisher.factors import Factors, Rows
+from ngplus.utils.warnings import no_vmap_warnings
 
 
 class UnknownModuleRule(LayerRule):
@@ -126,7 +127,7 @@ class _VmapBuild:
             return (pytree.tree_leaves(output)[self._output] * one(g)).sum()
 
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), no_vmap_warnings():
                 grads = vmap(grad(inner), in_dims=(None, in_dims, dim))(varied, tensors, gradient)
         except Exception as error:  # whatever vmap does not support
             raise NotPerSample(reasons.with_detail(reasons.VMAP_FAILED, str(error).splitlines()[0])) from error
