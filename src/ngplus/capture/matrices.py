@@ -54,6 +54,7 @@ class ParameterMatrix:
         self.managed: list[Any] = []  # FSDP2's record of each parameter: in the graph other tensors replace them
         self.adds_samples = True  # this rank counts the samples that it captures
         self.captured_jointly = False  # other ranks capture the same samples together with this one
+        self._shapes: list[torch.Size] = []
         self.update_layout()
 
     @property
@@ -61,8 +62,18 @@ class ParameterMatrix:
         return self.names[0]
 
     def update_layout(self) -> bool:
-        """Reads which parameters are trained, and their dtype and device. Returns True if that has changed."""
+        """Reads which parameters are trained, and their dtype and device. Returns True if that has changed.
+
+        RuntimeError if a parameter that is trained has another shape than when the matrix was made.
+        """
         active = tuple(p.requires_grad for p in self.params)
+        for name, param, shape in zip(self.names, self.params, self._shapes, strict=False):
+            if param.shape != shape and param.requires_grad:
+                raise RuntimeError(
+                    f"Parameter {name!r} had the shape {tuple(shape)} when the optimizer was made, and has "
+                    f"{tuple(param.shape)} now, as after resize_token_embeddings(): make the optimizer anew"
+                )
+        self._shapes += [param.shape for param in self.params[len(self._shapes) :]]
         current = (active, self.params[0].dtype, self.params[0].device)
         if current == getattr(self, "_current", None):
             return False

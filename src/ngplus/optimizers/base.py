@@ -156,6 +156,7 @@ class BaseOptimizer(MatrixOptimizer):
         if not updates:
             return
         self._faults.fetch()
+        self._warn_replaced()
         uncovered: list[ParameterMatrix] = []
         for update in updates:
             matrix, captures = update.matrix, self._captures(update.group)
@@ -268,6 +269,22 @@ class BaseOptimizer(MatrixOptimizer):
             True
         """
         return self._faults.health()
+
+    def _warn_replaced(self) -> None:
+        """Warns once of parameters that are no longer in the model, which has others by their names. The optimizer may
+        be meant to have the rest only, so this is no error. What FSDP2 manages is replaced by FSDP2 in every pass."""
+        if self._warned_of_replaced or self._model is None:
+            return
+        now = dict(self._model.named_parameters(remove_duplicate=False))
+        present = set(now.values()).union(*(m.params for m in self._matrices if m.managed))
+        gone = [name for param, name in self._names.items() if param.requires_grad and param not in present]
+        replaced = [name for name in gone if name in now and now[name].requires_grad and now[name] not in self._names]
+        if replaced:
+            self._warned_of_replaced = True
+            warn(
+                f"The model has other parameters in place of {_some(replaced)} than when the optimizer was made, and "
+                "the optimizer does not train them: make it anew, or add them with add_param_group()"
+            )
 
     def _warn_uncovered(self, uncovered: list[ParameterMatrix]) -> None:
         """Warns once, until the parameters change, of those without per-sample curvature."""

@@ -117,7 +117,7 @@ class MatrixOptimizer(Optimizer):
         if self._collector is not None:
             self._collector.remove()
         self._faults = self.__dict__.get("_faults") or FaultCounter()
-        self._warned = False
+        self._warned = self._warned_of_replaced = False
         in_model = named(self._model.named_parameters(remove_duplicate=False)) if self._model is not None else {}
         names: dict[nn.Parameter, str] = {}
         for g, group in enumerate(self.param_groups):
