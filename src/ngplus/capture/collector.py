@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from ngplus.capture import reasons
 from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.batch import BatchDims
 from ngplus.capture.matrices import ParameterMatrix, Use
@@ -200,7 +199,7 @@ class Collector:
             tolerance = tolerance + sum(before.rounding() for before in snapshots)
             matrix.checked = all(grad is not None for grad in added)
             if bool(torch.linalg.vector_norm(torch.stack(missed)) > tolerance):
-                matrix.fall_back_at_step(reasons.OTHER_USES)
+                matrix.fall_back_at_step(matrix.uncovered)
 
 
 class _GradSnapshot:

@@ -46,6 +46,7 @@ class ParameterMatrix:
         self.ranks = 1  # processes whose samples these are
         self.form: str | None = None  # the form of its product
         self.missed = ""  # why the last refresh captured nothing, and used the mini-batch gradient
+        self.double_backward = False  # a backward pass since the last step had create_graph=True
         self.not_captured = ""  # why nothing was captured since the last step; "" if its modules were not called
         self.reason = ""  # why the source is, or will be, "batch"
         self.estimate: Any = None  # L of this step's refresh, for NGPlus.curvature() until the next step
@@ -95,6 +96,11 @@ class ParameterMatrix:
     def note(self) -> str:
         """Why that is "batch"."""
         return self.reason or self.missed
+
+    @property
+    def uncovered(self) -> str:
+        """Why the captured G_i do not sum to the gradient."""
+        return reasons.DOUBLE_BACKWARD if self.double_backward else reasons.OTHER_USES
 
     def fall_back(self, reason: str) -> None:
         """Uses the curvature of the mini-batch gradient from now on."""

@@ -25,6 +25,7 @@ SEVERAL_CALLS = "several calls of its module take part in one backward pass"
 UNEQUAL_CALLS = "calls with different numbers of samples take part in one backward pass"
 CAME_TWICE = "its gradient came twice, though the graph was not retained"
 OTHER_USES = "a part of its gradient does not come from calls of its module"
+DOUBLE_BACKWARD = "a part of its gradient comes from a double backward, like that of a gradient penalty"
 OTHER_RANK = "another rank has no per-sample curvature for it"
 
 # The module, and what it takes and returns.

@@ -323,6 +323,7 @@ class Recorder:
 
         def arrive(grad: Tensor) -> None:
             recorder = this()
+            matrix.double_backward = matrix.double_backward or torch.is_grad_enabled()  # create_graph=True
             if recorder is not None and matrix.armed and not is_batched(grad) and reaches_parameters(matrix):
                 recorder._arrive(pending, grad)
 

@@ -117,7 +117,7 @@ def gfim(
         if captured is None:
             matrix.missed = matrix.not_captured or reasons.NOT_CALLED
         elif matrix.source != "batch" and not captured.covers(gradient):
-            matrix.fall_back(reasons.OTHER_USES)
+            matrix.fall_back(matrix.uncovered)
         if captured is not None and matrix.source != "batch":
             estimate = curvatures.per_sample(captured, group, partition)
         else:

@@ -245,7 +245,7 @@ class MatrixOptimizer(Optimizer):
     def _arm(self) -> None:
         self._armed_by = self._arming_options()
         for matrix in self._matrices:
-            matrix.not_captured = ""
+            matrix.not_captured, matrix.double_backward = "", False
             matrix.armed = self._captures(self._group(matrix)) and matrix.source != "batch" and self._due(matrix)
         if self._collector is not None:
             self._collector.note_armed()
