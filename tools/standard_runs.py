@@ -4,10 +4,11 @@
     python tools/standard_runs.py --show --out runs.jsonl                                      # prints the tables
 
 Each optimizer gets four learning rates, each twice the last, on one seed. More rates are added until the best one has a
-neighbour on both sides. The best rate is then run on three other seeds. On the preset ``small``, the best rate is the
-one with the fewest steps to the workload's target. With --budgets, a file of tools/equal_time.py, each optimizer is run
-at its best rate for the steps that the file gives it; these runs have ``-time`` in their name. Every run is a line of
-JSON with its validation curve. A run that was interrupted is made again; all others are kept.
+neighbour on both sides; --rates gives the rates to try instead. The best rate is then run on three other seeds. On the
+preset ``small``, the best rate is the one with the fewest steps to the workload's target. With --budgets, a file of
+tools/equal_time.py, each optimizer is run at its best rate for the steps that the file gives it; these runs have
+``-time`` in their name. Every run is a line of JSON with its validation curve. A run that was interrupted is made
+again; all others are kept.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="*", default=RIVALS)
     parser.add_argument("--preset", default="standard")
     parser.add_argument("--rates-only", action="store_true", help="leave out the three seeds of the comparison")
+    parser.add_argument("--rates", type=float, nargs="*", help="the learning rates to try")
     parser.add_argument("--budgets", type=Path, help="steps by workload and optimizer")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each")
@@ -59,7 +61,7 @@ def main() -> None:
         chains = [(w, o + suffix) for w in asked.workloads for o in asked.optimizers]
         seeds = () if asked.rates_only else SEEDS
         budgets = json.loads(asked.budgets.read_text()) if asked.budgets else {}
-        run_all(rows, chains, asked.preset, seeds, asked.out, asked.workers, asked.data, budgets)
+        run_all(rows, chains, asked.preset, seeds, asked.out, asked.workers, asked.data, budgets, asked.rates)
     print("\n".join(tables([row for row in rows if row["preset"] == asked.preset])))
 
 
@@ -79,6 +81,7 @@ def run_all(
     workers: int,
     data: Path | None,
     budgets: Mapping[str, Mapping[str, int]],
+    rates: Sequence[float] | None = None,
 ) -> None:
     """Makes the missing runs of all pairs of workload and optimizer; each is written as soon as it has ended."""
     with ProcessPoolExecutor(workers) as pool:
@@ -87,7 +90,7 @@ def run_all(
         while waiting or pending:
             while waiting and len(pending) < workers:
                 chain = waiting.pop(0)
-                following = missing(rows, *chain, preset, seeds)
+                following = missing(rows, *chain, preset, seeds, rates)
                 if following is not None:
                     steps = budgets.get(chain[0], {}).get(chain[1].removesuffix(TIMED))
                     pending[pool.submit(measured, *chain, preset, *following, data, steps)] = chain
@@ -104,17 +107,22 @@ def run_all(
 
 
 def missing(
-    rows: Iterable[Row], workload: str, optimizer: str, preset: str, seeds: Sequence[int]
+    rows: Iterable[Row],
+    workload: str,
+    optimizer: str,
+    preset: str,
+    seeds: Sequence[int],
+    rates: Sequence[float] | None = None,
 ) -> tuple[float, int] | None:
-    """The rate and the seed of the run that comes next; None where all are there."""
+    """The rate and the seed of the run that comes next; None where all are there. ``rates`` are those to try."""
     chain = (workload, optimizer.removesuffix(TIMED), preset)
     own = [row for row in rows if (row["workload"], row["optimizer"], row["preset"]) == chain]
     tried = {row["lr"] for row in own if row["seed"] == TUNING_SEED}
-    for rate in FIRST_RATES.get(optimizer, OTHER_RATES):
+    for rate in FIRST_RATES.get(optimizer, OTHER_RATES) if rates is None else rates:
         if rate not in tried:
             return rate, TUNING_SEED
     best = best_rate(own)
-    for rate in (best / 2, 2 * best):
+    for rate in (best / 2, 2 * best) if rates is None else ():
         if rate not in tried:
             return rate, TUNING_SEED
     names = (workload, optimizer, preset)

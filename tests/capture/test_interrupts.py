@@ -8,8 +8,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 import ngplus
+from ngplus.capture.sample_tracker import SampleTracker
 
 
 class Stop(nn.Module):
@@ -106,6 +108,55 @@ def test_the_next_pass_counts_its_samples(name: str) -> None:
     (got, seen), (wanted, wanted_seen) = curvature(True), curvature(False)
     assert seen == wanted_seen == (6, 5)
     torch.testing.assert_close(got, wanted)
+
+
+def _deep(depth: int, x: Tensor) -> Tensor:
+    """Calls torch from as deep a stack as a model has."""
+    return x + 1 if depth == 0 else _deep(depth - 1, x)
+
+
+def test_no_function_is_followed_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[str] = []
+    follow = SampleTracker._follow
+    monkeypatch.setattr(
+        SampleTracker, "_follow", lambda self, name, *args: followed.append(name) or follow(self, name, *args)
+    )
+    model = nn.Sequential(nn.Linear(4, 3), Stop(), nn.Linear(3, 2))
+    optimizer = ngplus.NGPlus(model)
+    x = torch.randn(6, 4)
+    with interrupted():
+        model(x)
+    assert followed
+    followed.clear()
+    _deep(0, x)
+    _deep(40, x)
+    assert not followed
+    optimizer.zero_grad()
+    assert not _get_current_function_mode_stack()
+    model(x)
+    assert followed
+    assert not _get_current_function_mode_stack()
+
+
+def test_one_that_the_model_handles() -> None:
+    """A call inside of the model that breaks off does not end that of the model."""
+
+    class Handles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Sequential(nn.Linear(4, 3), Stop()), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with interrupted():
+                self.a(x)
+            return self.b(x.transpose(0, 1)).mean(0)
+
+    model = Handles()
+    optimizer = ngplus.NGPlus(model, damping=1.0)
+    model(torch.randn(6, 5, 4)).square().mean().backward()
+    optimizer.step()
+    assert optimizer._find_matrix("b.weight").seen == (6, 5)
+    assert optimizer.plan()["b.weight"].source == "sample"
 
 
 def test_compiled_models_are_compiled_again() -> None:

@@ -17,7 +17,7 @@ from ngplus.capture.layers import linear
 from ngplus.capture.layers.attention import _batch
 from ngplus.capture.sample_index import Ragged, parse_sample_index
 from ngplus.fisher.factors import Segments
-from ngplus.layers import Batch, LinearRule
+from ngplus.layers import Batch, LinearRule, NotPerSample
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -179,10 +179,11 @@ def test_tables_of_packed_sequences(side: str) -> None:
 
 
 def test_attention_over_as_many_positions_as_there_are_rows() -> None:
-    """Its batch dimension is not told of: each of its rows is a sample, however long its sequences are."""
+    """Its batch dimension is not told of, however long its sequences are."""
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
     batch = Batch(0, 2, parse_sample_index(torch.tensor([0, 0, 1, 1, 1])))
-    assert _batch(attention, torch.zeros(3, 5, 4), batch).count(3) == 3
+    with pytest.raises(NotPerSample, match="no entries for its 3 rows"):
+        _batch(attention, torch.zeros(3, 5, 4), batch).count(3)
     assert _batch(attention, torch.zeros(3, 5, 4), batch).dim == 0
     assert _batch(attention, torch.zeros(1, 5, 4), batch).dim == 1
 
@@ -218,12 +219,13 @@ def test_one_row_for_each_sample_comes_first() -> None:
     torch.testing.assert_close(found["image.weight"].matrix, wanted)
 
 
-def test_rows_that_it_does_not_tell_of_are_samples() -> None:
+def test_rows_that_it_does_not_tell_of() -> None:
     """Not folded into samples, though their number can be divided by that of the samples."""
     batch = Batch(0, 4, parse_sample_index(torch.tensor([0, 0, 1, 2, 3, 3, 3])))
     assert batch.count(7) == 4
     assert batch.count(4) == 4
-    assert batch.count(8) == 8
+    with pytest.raises(NotPerSample, match="no entries for its 8 rows"):
+        batch.count(8)
     assert Batch(0, 4).count(8) == 4
 
 

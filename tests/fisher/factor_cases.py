@@ -32,6 +32,9 @@ class Late:
     def take(self, samples: Tensor | slice) -> Tensor:
         return self.values[:, samples].clone()
 
+    def columns(self, cols: slice) -> Tensor:
+        return self.values[..., cols].clone()
+
     def outer(self, samples: Tensor | slice, left: Tensor, side: str, ones: bool) -> Tensor:
         right = self.take(samples).to(left.dtype)
         right = torch.cat((right, torch.ones_like(right[..., :1])), -1) if ones else right

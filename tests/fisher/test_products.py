@@ -53,6 +53,19 @@ def test_gradients_and_total(name: str) -> None:
     close(factors.gradient_sum(torch.float64), dense.sum(1))
 
 
+@pytest.mark.parametrize("name", BUILDERS)
+def test_block_of_the_sum(name: str) -> None:
+    factors, dense = built(name)
+    rows, cols = slice(1, 4), slice(1, 3)
+    block, squares = factors.gradient_block(rows, cols, torch.float64)
+    close(block, dense.sum(1)[:, rows, cols])
+    exact = dense[..., rows, cols].square().sum()
+    if name.startswith(("outer", "late", "rows")) and "+" not in name:
+        close(squares, exact)
+    else:
+        assert squares >= exact * (1 - 1e-12)
+
+
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", BUILDERS)
 def test_forms_that_apply(name: str, side: str) -> None:

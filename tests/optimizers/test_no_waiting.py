@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.hostile import METHODS, backward, net, train
 from helpers.training import Method, both
+from ngplus.capture import coverage
 from ngplus.diagnostics import health
 from ngplus.utils import finite
 
@@ -42,7 +43,8 @@ def nothing_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """And of every way past the dispatcher, too, in a step that no one can look into."""
     if finite.SEEN:
         return
-    monkeypatch.setattr(health, "_copy_to_host", lambda counts: (counts, UnderWay()))
+    for module in (coverage, health):
+        monkeypatch.setattr(module, "copy_to_host", lambda counts: (counts, UnderWay()))
     for name in ("tolist", "item", "__bool__", "__float__", "__int__", "numpy", "cpu"):
 
         def refuse(self: Tensor, *args: Any, name: str = name) -> None:

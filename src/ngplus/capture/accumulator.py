@@ -25,18 +25,12 @@ class Accumulator:
     summed: bool = False  # some samples had their positions added before, and a bound of the rank stands for them
     used: int = 0  # the number of them in S_k
     ranks: int = 1  # processes whose samples are in the sums
-    gradient: Tensor | None = None  # sum_i G_i on the first refresh, to check that nothing was missed
-    half_precision: bool = False  # some factors had 16-bit entries
 
-    def take_in(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int, check: bool = False) -> None:
-        """Adds the factors of a micro-batch; with ``check`` also to ``gradient``."""
+    def take_in(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int) -> None:
+        """Adds the factors of a micro-batch."""
         self.positions = max(self.positions, factors.positions)
         self.summed = self.summed or isinstance(factors, Rows)
         self.samples += factors.samples
-        if check:
-            self.half_precision = self.half_precision or factors.half_precision
-            total = factors.gradient_sum(matrix.dtype)
-            self.gradient = total if self.gradient is None else self.gradient + total
         self.add(matrix, factors, group, seed)
 
     def note_seen(self, matrix: ParameterMatrix) -> None:
@@ -76,12 +70,6 @@ class Accumulator:
             products = [root @ root.mT for root in part]
             total = products if total is None else [a + b for a, b in zip(total, products, strict=True)]
         return total
-
-    def covers(self, gradient: Tensor) -> bool:
-        """Do the captured G_i add up to this gradient, the joined one of all parameters of the matrix?"""
-        assert self.gradient is not None
-        tolerance = (5e-2 if self.half_precision else 1e-3) * self.length()
-        return not bool(torch.linalg.vector_norm(gradient - self.gradient) > tolerance)
 
     def length(self) -> Tensor:
         """Returns sqrt(N sum_i |G_i|^2), a bound on |sum_i G_i| that does not vanish if the G_i cancel."""

@@ -20,7 +20,9 @@ def getitem(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: 
 def indexed(tracker: Tracker, x: Tensor, axis: Location, index: Any) -> Any:
     """The samples of x[index], with those of x along ``axis``."""
     entries = list(index) if isinstance(index, tuple) else [index]
-    if any(isinstance(i, bool | list) or (isinstance(i, Tensor) and i.dtype == torch.bool) for i in entries):
+    if any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in entries):
+        return UnknownAxis("a mask", chosen=True)
+    if any(isinstance(i, bool | list) for i in entries):
         return ...
     if not any(i is Ellipsis for i in entries):
         entries.append(Ellipsis)
@@ -64,22 +66,37 @@ def _one_row_each(tracker: Tracker, axis: Location, full: list[Any]) -> Any:
 
 @rule("__setitem__")
 def setitem(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
-    """x[index] = value: a new tensor takes the samples of the value, as in x = zeros(...); x[:, 1:] = tokens."""
+    """x[index] = value: a new tensor takes the samples of the value, as in x = zeros(...); x[:, 1:] = tokens. Where the
+    samples of the value do not lie as those of x[index], it is no longer known where they are."""
     x, index, value = args
-    axis = tracker.of(value)
-    if isinstance(tracker.of(x), SampleAxis) or axis is None:
+    held, axis = tracker.of(x), tracker.of(value)
+    entries = index if isinstance(index, tuple) else (index,)
+    if axis is None and (isinstance(held, SampleAxis) or not any(tracker.of(i) for i in entries)):
         return []
     location: Location = UnknownAxis("__setitem__")
-    if tracker.of(x) is None and isinstance(axis, SampleAxis):
+    if isinstance(axis, SampleAxis):
         part = x[index]
-        for dim, size in enumerate(x.shape):
-            own = replace(axis, dim=dim)
-            if size == value.shape[axis.dim]:
-                found = indexed(tracker, x, own, index)
-                if isinstance(found, SampleAxis) and found.dim - part.dim() == axis.dim - value.dim():
-                    location = own
+        candidates = [replace(axis, dim=dim) for dim, size in enumerate(x.shape) if size == value.shape[axis.dim]]
+        for own in [held] if isinstance(held, SampleAxis) else candidates if held is None else []:
+            found = indexed(tracker, x, own, index)
+            if isinstance(found, SampleAxis) and found == replace(axis, dim=axis.dim + part.dim() - value.dim()):
+                location = own
+    elif isinstance(held, SampleAxis) and not any(isinstance(i, Tensor | list) for i in entries):
+        location = held  # the places of its rows stay, whatever is written to them
     tracker.mark(x, location)
     return []
+
+
+@rule("masked_select")
+def masked_select(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    return UnknownAxis("a mask", chosen=True)
+
+
+@rule("masked_scatter masked_scatter_")
+def masked_scatter(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    """Writes rows in their order to places that a mask gives for each sample, as the features of images to tokens."""
+    axis, mask = tracker.of(args[0]), tracker.of(argument(args, kwargs, 1, "mask"))
+    return axis if isinstance(axis, SampleAxis) and axis == mask else ...
 
 
 @rule("index_select")

@@ -3,6 +3,11 @@
 A rule takes the tracker and the function's arguments and result. It returns the location of the samples in the result,
 a list of them for several results, or ``...`` where it is not known. The tracker checks that the size of the dimension
 fits.
+
+A rule says where the rows of a sample are, not that nothing else went into them. The gradients of rows add up to that
+of a layer's weight, whatever made the rows. So a function that mixes samples and keeps each row in its place, as a
+batch norm, a softmax or a cumulative sum over the samples does, keeps the location; one that moves rows to other
+places, as a sort or a shuffle does, loses it.
 """
 
 from __future__ import annotations
@@ -30,24 +35,21 @@ from ngplus.capture.sample_axis import (
 
 
 @rule(
-    """abs abs_ acos alpha_dropout asin atan bernoulli bernoulli_ bfloat16 bitwise_not bool byte ceil ceil_ celu
-    clamp clamp_ clamp_max clamp_max_ clamp_min clamp_min_ clone conj contiguous cos cpu cuda data detach detach_
-    double dropout dropout1d dropout2d dropout3d dropout_ elu elu_ empty_like erf erfc exp exp2 exp_ expm1
-    feature_dropout fill_ float floor floor_ frac full_like gelu gelu_ half hardsigmoid hardswish hardswish_
-    hardtanh hardtanh_ int isfinite isinf isnan leaky_relu leaky_relu_ log log1p log2 log_ logical_not
-    logical_not_ logit logsigmoid long mish mish_ nan_to_num nan_to_num_ neg neg_ negative normal_ ones_like
-    pin_memory positive rand_like randint_like randn_like reciprocal reciprocal_ relu relu6 relu_ requires_grad_
-    resolve_conj resolve_neg round round_ rrelu rsqrt rsqrt_ selu sgn short sigmoid sigmoid_ sign silu silu_ sin
-    sinh softplus softsign sqrt sqrt_ square tan tanh tanh_ tanhshrink threshold  trunc  uniform_ zero_
-    zeros_like __abs__ __invert__ __neg__
+    """abs abs_ acos alpha_dropout asin atan bernoulli bernoulli_ bfloat16 bitwise_not bool byte ceil ceil_ celu clamp
+    clamp_ clamp_max clamp_max_ clamp_min clamp_min_ clone conj contiguous cos cpu cuda data detach detach_ double
+    dropout dropout_ dropout1d dropout2d dropout3d elu elu_ empty_like erf erfc exp exp_ exp2 expm1 feature_dropout
+    fill_ float floor floor_ frac full_like gelu half hardsigmoid hardswish hardtanh hardtanh_ int isfinite isinf
+    isnan leaky_relu leaky_relu_ log log_ log1p log2 log_sigmoid logical_not logical_not_ logit long mish nan_to_num
+    nan_to_num_ neg neg_ negative normal_ ones_like pin_memory positive rand_like randint_like randn_like reciprocal
+    reciprocal_ relu relu_ relu6 requires_grad_ resolve_conj resolve_neg round round_ rrelu rsqrt rsqrt_ selu sgn
+    short sigmoid sigmoid_ sign silu sin sinh softplus softsign sqrt sqrt_ square tan tanh tanh_ tanhshrink
+    _threshold trunc uniform_ zero_ zeros_like __invert__
 
     add add_ addcdiv addcdiv_ addcmul addcmul_ atan2 bitwise_and bitwise_or bitwise_xor copy_ copysign div div_
     divide eq float_power floor_divide fmod ge greater gt hypot isclose le lerp lerp_ less logaddexp logical_and
-    logical_or logical_xor lt masked_fill masked_fill_ maximum minimum mul mul_ multiply ne pow pow_ prelu
-    remainder rsub sub sub_ subtract true_divide  where xlogy __add__ __and__ __div__ __eq__ __floordiv__
-    __ge__ __gt__ __iadd__ __iand__ __idiv__ __imul__ __ior__ __ipow__ __isub__ __itruediv__ __le__ __lt__ __mod__
-    __mul__ __ne__ __or__ __pow__ __radd__ __rand__ __rdiv__ __rfloordiv__ __rmod__ __rmul__ __ror__ __rpow__
-    __rsub__ __rtruediv__ __sub__ __truediv__ __xor__
+    logical_or logical_xor lt masked_fill masked_fill_ maximum minimum mul mul_ multiply ne pow pow_ prelu remainder
+    rsub sub sub_ subtract true_divide where xlogy __and__ __eq__ __floordiv__ __iand__ __ior__ __or__ __rdiv__
+    __rfloordiv__ __rmod__ __rpow__ __rsub__ __xor__
 
     batch_norm cumprod cumsum cumsum_ group_norm gumbel_softmax instance_norm layer_norm local_response_norm
     log_softmax logcumsumexp native_layer_norm normalize rms_norm softmax softmin tril tril_ triu triu_"""
@@ -63,10 +65,15 @@ def entrywise(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out
     return agreed(found)
 
 
-@rule("arange empty eye full new_empty new_full new_ones new_tensor new_zeros ones zeros")
+@rule("arange empty eye full new_empty new_full new_ones new_zeros ones zeros")
 def created(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
     """New tensors, of which a tensor gives the size, dtype or device alone."""
     return None
+
+
+@rule("new_tensor")
+def copied(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    return tracker.of(argument(args, kwargs, 1, "data"))
 
 
 # ------------------------------------------------------------------------------------------------ shapes
@@ -77,6 +84,8 @@ def reshape(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: 
     """The order of the entries stays. A dimension of the new shape has to hold the whole axis."""
     x = args[0]
     axis = tracker.of(x)
+    if axis is None:  # the other tensor of view_as gives the size alone
+        return None
     if not isinstance(axis, SampleAxis) or x.numel() != out.numel():
         return ...
     stride = axis.inner * prod(x.shape[axis.dim + 1 :])  # between two samples
@@ -171,7 +180,12 @@ def split(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: An
     axis, dim = tracker.of(args[0]), argument(args, kwargs, 2, "dim", default=0) % args[0].dim()
     if not isinstance(axis, SampleAxis) or dim != axis.dim:
         return axis or ...
-    return replace(axis, outer=axis.outer // len(out))  # the tracker sees by the size that samples were cut
+    each, start, view = [], 0, tracker.samples * axis.inner
+    for part in out:
+        size = part.shape[dim]
+        each.append(replace(axis, outer=size // view) if size and start % view == size % view == 0 else ...)
+        start += size
+    return each
 
 
 @rule("select unbind")
@@ -257,7 +271,7 @@ RULES.update(dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_tensor_auto
 
 @rule(
     "all amax amin any argmax argmin count_nonzero linalg_vector_norm logsumexp max mean median min nansum norm prod "
-    "std sum var vector_norm"
+    "std sum var"
 )
 def reduction(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
     x, axis = args[0], tracker.of(args[0])
@@ -272,99 +286,3 @@ def reduction(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out
         return ...
     kept = next(tensors(out)).dim() == x.dim()
     return axis if kept else replace(axis, dim=axis.dim - sum(d < axis.dim for d in reduced))
-
-
-# ------------------------------------------------------------------------------------------------ layers
-
-
-@rule("linear")
-def linear(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
-    x = argument(args, kwargs, 0, "input")
-    axis = tracker.of(x)
-    if x.dim() == 1 and axis == SampleAxis(0):
-        tracker.unbatched = True
-    return axis if isinstance(axis, SampleAxis) and axis.dim < x.dim() - 1 else ...
-
-
-@rule(
-    """adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
-    adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d boolean_dispatch channel_shuffle conv1d conv2d conv3d
-    conv_transpose1d conv_transpose2d conv_transpose3d fn fold glu grid_sample interpolate lp_pool2d max_pool1d
-    max_pool2d max_pool3d one_hot pixel_shuffle pixel_unshuffle unfold upsample"""
-)
-def first_dimension(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
-    """Functions that leave the first dimension of a batch alone."""
-    x, weight = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "weight")
-    axis = tracker.of(x)
-    if isinstance(weight, Tensor) and weight.dim() == x.dim() + 1 and axis == SampleAxis(0):
-        tracker.unbatched = True
-        return ...
-    return axis if isinstance(axis, SampleAxis) and axis.dim == 0 and next(tensors(out)).dim() > 1 else ...
-
-
-@rule("__matmul__ addmm baddbmm bmm matmul mm")
-def matmul(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
-    a, b = args[-2:]
-    if a.dim() < 2 or b.dim() < 2:
-        return ...
-    found = set()
-    for x, summed in ((a, a.dim() - 1), (b, b.dim() - 2)):
-        axis = tracker.of(x)
-        if isinstance(axis, SampleAxis):
-            if axis.dim == summed:
-                return ...
-            found.add(replace(axis, dim=axis.dim + out.dim() - x.dim()))
-    return agreed(found)
-
-
-@rule("einsum")
-def einsum(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
-    equation, *operands = args
-    operands = list(operands[0]) if isinstance(operands[0], list | tuple) else operands
-    letters, _, result = equation.replace(" ", "").partition("->")
-    if not result or "." in equation:
-        return ...
-    found = set()
-    for own, x in zip(letters.split(","), operands, strict=True):
-        axis = tracker.of(x)
-        if isinstance(axis, SampleAxis):
-            if own[axis.dim] not in result:
-                return ...
-            found.add(replace(axis, dim=result.index(own[axis.dim])))
-    return agreed(found)
-
-
-@rule("scaled_dot_product_attention")
-def attention(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
-    axis = tracker.of(argument(args, kwargs, 0, "query"))
-    return axis if isinstance(axis, SampleAxis) and axis.dim < out.dim() - 2 else ...
-
-
-@rule("multi_head_attention_forward")
-def multi_head_attention(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
-    axis = tracker.of(argument(args, kwargs, 0, "query"))
-    return [axis, *(... for _ in list(tensors(out))[1:])]
-
-
-@rule("embedding_bag")
-def embedding_bag(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
-    offsets = argument(args, kwargs, 2, "offsets")
-    if offsets is None:
-        return tracker.of(argument(args, kwargs, 0, "input"))
-    if argument(args, kwargs, 9, "include_last_offset") and len(offsets) == tracker.samples + 1:
-        return SampleAxis(0)
-    return tracker.of(offsets)
-
-
-@rule("embedding gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell")
-def lookup(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
-    return tracker.of(argument(args, kwargs, 0, "input"))
-
-
-@rule("gru lstm rnn_relu rnn_tanh")
-def recurrent(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
-    """The output has the dimensions of the input; the states are [layers, samples, features]."""
-    axis = tracker.of(args[0])
-    if not isinstance(axis, SampleAxis) or args[0].dim() != 3:
-        return ...
-    return [axis, *(SampleAxis(1) for _ in list(tensors(out))[1:])]

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ngplus.capture import reasons
 from ngplus.capture.sample_axis import tensors
 from ngplus.capture.sample_index import Ragged
 
@@ -66,7 +67,7 @@ class SampleCount:
     def __init__(self, inputs: Any, dim: int | None) -> None:
         self._dim = dim
         self._inputs_have_dimensions = _has_dimensions(inputs)
-        sizes = list(self._sizes(inputs))
+        sizes = self._sizes_of_inputs = list(self._sizes(inputs))
         self._input_sizes = Counter(size for size, _ in sizes)
         offsets = [len(x) - 1 for x in tensors(inputs) if x.dim() == 1 and not x.is_floating_point() and len(x) > 1]
         sizes_and_offsets = [size for size, _ in self._input_sizes.most_common()] + offsets
@@ -75,7 +76,8 @@ class SampleCount:
         self.from_inputs = max(sizes, key=lambda s: (self._input_sizes[s[0]], s[1]))[0] if sizes else None
 
     def with_output(self, output: Any) -> int | None:
-        """Returns the number by inputs and output together; None if no tensor has the dimension."""
+        """Returns the number by inputs and output together; None if no tensor has the dimension, or if two numbers
+        are as likely."""
         expected = self.from_inputs
         if len(self._input_sizes) == 1:
             return expected
@@ -87,6 +89,10 @@ class SampleCount:
         for size in output_sizes:
             if not expected or size % expected:  # a multiple may have several entries a sample, as after flatten(0, 1)
                 votes[size] += 2
+        dims = {size: max(d for s, d in self._sizes_of_inputs if s == size) for size in self._input_sizes}
+        ranks = sorted((votes[size], size in dims, dims.get(size, 0)) for size in votes if size != 1)
+        if len(ranks) > 1 and ranks[-1] == ranks[-2]:
+            return None
         if votes:
             return max(votes, key=lambda size: (votes[size], size == expected))
         if self._dim and self._inputs_have_dimensions and _has_dimensions(output):
@@ -105,6 +111,18 @@ class SampleCount:
 
 def _has_dimensions(tree: Any) -> bool:
     return any(x.dim() > 0 and not x.is_nested for x in tensors(tree))
+
+
+class NotPerSample(Exception):
+    """Raised by a rule for a call without per-sample gradients. The matrix then uses mini-batch curvature.
+
+    Examples:
+        >>> class Picky(ngplus.layers.LinearRule):
+        ...     def factors(self, module, inputs, grad, active, batch):
+        ...         if grad.dim() > 2:
+        ...             raise ngplus.layers.NotPerSample("sequences are not supported")
+        ...         return super().factors(module, inputs, grad, active, batch)
+    """
 
 
 @dataclass(frozen=True)
@@ -133,8 +151,10 @@ class Batch:
         """Returns the number of samples in a dimension of this length."""
         if self.dim is None:
             return 1
+        if self.ragged and length not in self.ragged:
+            raise NotPerSample(reasons.with_detail(reasons.NO_SAMPLE_INDEX, f"a batch dimension of {length}"))
         if self.ragged:
-            return self.ragged[length].samples if length in self.ragged else length
+            return self.ragged[length].samples
         if self.size and length % self.size == 0:
             return self.size
         return length

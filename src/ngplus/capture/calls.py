@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ngplus.capture import reasons
+from ngplus.capture.batch import SampleCount
 from ngplus.capture.layers import Batch
 from ngplus.capture.layers.base import Build, Inputs, NotPerSample, has_own_forward
 from ngplus.capture.matrices import ParameterMatrix, Use
@@ -36,6 +37,14 @@ class ForwardCall:
         self.no_grad_uses: Counter[int] = Counter()  # uses under no_grad, which reentrant checkpointing runs again
         self.retained = False  # has a backward pass retained the graph?
         self._joined_to: ForwardCall | None = None
+
+    def count_samples(self, count: SampleCount, output: Any) -> None:
+        """Finds the number of samples, once the output is known. It is None where those that were followed through
+        the model cannot be the samples of its output."""
+        unbatched = any(tracker.unbatched for tracker in self.trackers)
+        self.samples = 1 if unbatched else count.with_output(output)
+        if any(t.samples == self.samples and not t.may_be_those_of(output) for t in self.trackers):
+            self.samples = None
 
     def unfinished(self, matrix: ParameterMatrix) -> bool:
         return self.waiting[id(matrix)] + self.no_grad_uses[id(matrix)] > 0
@@ -86,14 +95,14 @@ def entry_modules(model: nn.Module, watched: set[nn.Module]) -> dict[nn.Module, 
     return entries
 
 
-def is_nested_call(entries: Container[nn.Module]) -> bool:
-    """Is the call of one of these modules that begins inside of another one?"""
+def calls_in_progress(entries: Container[nn.Module]) -> int:
+    """Counts the calls of these modules that this thread is inside of."""
     frame, found = inspect.currentframe(), 0
     while frame is not None:
         if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in entries:
             found += 1
         frame = frame.f_back
-    return found > 1
+    return found
 
 
 class PendingGradient:
@@ -154,9 +163,6 @@ class PendingGradient:
             found, wanted = (built.rows, built.cols), (matrix.layout.rows, len(self.use.columns))
             if found != wanted:
                 raise ValueError(f"The rule of {type(module).__name__} gave factors of {found} for {wanted}")
-            if batch.ragged and built.samples != self.call.samples:  # rows were taken for samples
-                size = f"a batch dimension of {built.samples}"
-                raise NotPerSample(reasons.with_detail(reasons.NO_SAMPLE_INDEX, size))
             if has_own_forward(module):
                 built.gradient_sum(matrix.dtype)  # raises if the shapes of the factors do not match
             return built

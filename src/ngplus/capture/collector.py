@@ -1,24 +1,24 @@
-"""Accumulates what the recorder captures between two steps, and checks that no part of a gradient was missed."""
+"""Accumulates what the recorder captures between two steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.batch import BatchDims
+from ngplus.capture.coverage import Coverage
 from ngplus.capture.matrices import ParameterMatrix, Use
 from ngplus.capture.recorder import Recorder
 from ngplus.capture.sample_index import SampleIndex
-from ngplus.fisher.factors import Bags, Factors, Lookup
-from ngplus.utils.dtensor import holds_gradients, is_dtensor, local, many_ranks
+from ngplus.fisher.factors import Factors
+from ngplus.utils.dtensor import holds_gradients, is_dtensor
 from ngplus.utils.typing import Group
 from ngplus.utils.warnings import warn
 from ngplus.utils.weak import weak_method
 
-MAX_CHECKED_ROWS = 1_000_000  # larger embedding tables are not checked for uses that were not captured
+GradVersion = tuple[Tensor | None, int]  # a .grad, and how often it has been written to
 
 
 def seed_of(group: Group) -> int:
@@ -45,9 +45,10 @@ class Collector:
     ) -> None:
         self._matrices, self._groups, self._accumulator_type = matrices, groups, accumulator_type
         self._on_forward = weak_method(on_forward)
-        self._accumulators: dict[int, Accumulator] = {}  # by id of the matrix, as the two below
-        self._before: dict[int, list[_GradSnapshot]] = {}  # .grad before the current backward pass, to check coverage
-        self._after: dict[int, list[_GradSnapshot]] = {}  # .grad after the last one, to see whether it is zeroed
+        self._accumulators: dict[int, Accumulator] = {}  # by id of the matrix
+        self._after: dict[int, list[GradVersion]] = {}  # after the last backward pass, to see whether .grad is zeroed
+        self._pass_began = False  # and has not ended yet
+        self._coverage = Coverage(matrices, weak_method(self._enter_backward))
         self._recorder: Recorder | None = None
         self.wrapper: nn.Module | None = None  # a DistributedDataParallel that has called the model
 
@@ -68,6 +69,7 @@ class Collector:
             on_forward=weak_method(self._before_forward),
             on_backward=weak_method(self._after_backward),
             on_gradients=weak_method(self._before_gradients),
+            on_record=self._coverage.watch_managed,
             sample_index=sample_index,
         )
         if compiled is not None:
@@ -75,6 +77,7 @@ class Collector:
 
     def remove(self) -> None:
         """Removes the hooks."""
+        self._coverage.remove()
         if self._recorder is not None:
             self._recorder.remove()
 
@@ -87,6 +90,9 @@ class Collector:
         """Accumulates all that has arrived. Call this at the beginning of the step."""
         if self._recorder is not None:
             self._recorder.flush()
+            self._coverage.conclude(self._accumulators)
+            for matrix in self._matrices:
+                matrix.apply_fallback()
             if complaint := self._recorder.complaint():
                 warn(complaint)
 
@@ -96,19 +102,21 @@ class Collector:
 
     def take(self, matrix: ParameterMatrix) -> Accumulator | None:
         """Removes and returns the accumulator of a matrix."""
+        self._coverage.reset(matrix)
         return self._accumulators.pop(id(matrix), None)
 
     def note_armed(self) -> None:
         """Call this after matrices have been armed for the next step."""
         if self._recorder is not None:
             self._recorder.note_armed()
+            self._coverage.watch()
             self._recorder.find_compiled_modules()
 
     def drop(self) -> None:
         """Drops what was accumulated, as when gradients are set to zero."""
         self._accumulators.clear()
-        self._before.clear()
         self._after.clear()
+        self._coverage.reset()
         if self._recorder is not None:
             self._recorder.discard()
             self._recorder.find_compiled_modules()
@@ -121,18 +129,25 @@ class Collector:
 
     def _accumulate(self, matrix: ParameterMatrix, factors: Factors) -> None:
         group = self._groups[matrix.params[0]]
-        small = not isinstance(factors, Lookup | Bags) or factors.rows <= MAX_CHECKED_ROWS
-        self.of(matrix).take_in(matrix, factors, group, seed_of(group), check=small and id(matrix) in self._before)
+        self.of(matrix).take_in(matrix, factors, group, seed_of(group))
+        self._coverage.subtract(matrix, factors)
+
+    def _enter_backward(self) -> None:
+        if self._recorder is not None:
+            self._recorder.enter_backward()
+
+    def _has_part(self, matrix: ParameterMatrix) -> bool:
+        """Has a backward pass since the last step reached this matrix?"""
+        return id(matrix) in self._accumulators or self._coverage.has(matrix)
 
     def _before_forward(self, changed: list[ParameterMatrix]) -> None:
         self._on_forward(bool(changed))
         for matrix in changed:
-            self._before.pop(id(matrix), None)
             if self.take(matrix) is not None:  # frozen or cast between two micro-batches
                 matrix.armed = False  # the samples of one micro-batch would not be those of the gradient
         if self.wrapper is None:
             self.wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
-        for matrix in self._matrices if self._accumulators else ():
+        for matrix in filter(self._has_part, self._matrices):
             # FSDP2 has the gradients of accumulated micro-batches elsewhere.
             dropped = all(p.grad is None for p in matrix.params) and not any(map(holds_gradients, matrix.managed))
             if dropped:
@@ -145,8 +160,8 @@ class Collector:
         Entries are read, which waits for the device, only if a gradient was changed.
         """
         for matrix in self._matrices if self._after else ():
-            snapshots = zip(matrix.params, self._after.get(id(matrix), []), strict=False)
-            changed = any(snapshot.grad is not None and snapshot.changed(p.grad) for p, snapshot in snapshots)
+            before = zip(matrix.params, self._after.get(id(matrix), []), strict=False)
+            changed = any(grad is not None and (p.grad is not grad or grad._version != v) for p, (grad, v) in before)
             if changed and all(_is_zero(p.grad) for p in matrix.params):
                 del self._after[id(matrix)]
                 self.take(matrix)
@@ -155,76 +170,16 @@ class Collector:
 
     def _before_gradients(self) -> None:
         self._drop_zeroed()  # parts of the model may be called directly, without _before_forward
-        for matrix in () if many_ranks() else self._matrices:
-            large_table = matrix.lookup == "only" and matrix.layout.rows > MAX_CHECKED_ROWS
-            if not matrix.armed or (matrix.checked and not matrix.own_forward) or large_table:
-                continue
-            if matrix.managed and id(matrix) in self._before:
-                continue
-            self._before[id(matrix)] = [_GradSnapshot(p.grad) for p in matrix.active_params]
-            if id(matrix) in self._accumulators:
-                self._accumulators[id(matrix)].gradient = None  # left by a pass that failed
+        if self._pass_began:  # the last pass has failed, and a part of its gradients is in .grad
+            self._coverage.pause()
+        self._pass_began = True
 
     def _after_backward(self) -> None:
-        self._check_coverage()
+        self._pass_began = False
         retained = set() if self._recorder is None else self._recorder.retained()
-        for matrix in self._matrices if self._accumulators or retained else ():
-            if (id(matrix) in self._accumulators or id(matrix) in retained) and not matrix.managed:
-                self._after[id(matrix)] = [_GradSnapshot(p.grad, copy=False) for p in matrix.params]
-
-    def _check_coverage(self) -> None:
-        """Checks, after the backward pass of a first refresh, that the captured G_i sum to the gradients.
-
-        A difference comes from a use outside of the watched modules, such as ``F.linear(x, embedding.weight)`` or a
-        penalty on the weights. A pass that adds to no .grad, as that of ``torch.autograd.grad``, is not checked.
-        """
-        for matrix in self._matrices if self._before else ():
-            accumulator = self._accumulators.get(id(matrix))
-            snapshots = self._before.get(id(matrix), [])
-            added = [before.added(p.grad) for p, before in zip(matrix.active_params, snapshots, strict=False)]
-            nothing_added = all(grad is None for grad in added)
-            if matrix.managed and nothing_added:
-                continue  # FSDP2 adds the gradients of all micro-batches in the last one
-            self._before.pop(id(matrix), None)
-            if accumulator is None or accumulator.gradient is None:
-                continue
-            captured, accumulator.gradient = matrix.layout.split(accumulator.gradient), None
-            # The total is empty if the option was changed during the pass.
-            if matrix.falls_back or accumulator.product_sum == [] or nothing_added:
-                continue
-            # A forward that does not use the bias adds to the weight alone.
-            pairs = [(grad, part) for grad, part in zip(added, captured, strict=True) if grad is not None]
-            missed = [torch.linalg.vector_norm(grad.to(part) - part) for grad, part in pairs]
-            tolerance = (5e-2 if accumulator.half_precision else 1e-3) * accumulator.length()
-            tolerance = tolerance + sum(before.rounding() for before in snapshots)
-            matrix.checked = all(grad is not None for grad in added)
-            if bool(torch.linalg.vector_norm(torch.stack(missed)) > tolerance):
-                matrix.fall_back_at_step(matrix.uncovered)
-
-
-class _GradSnapshot:
-    """A .grad at one moment, to find later what was added to it."""
-
-    def __init__(self, grad: Tensor | None, copy: bool = True) -> None:
-        self.grad, self._version = grad, None if grad is None else grad._version
-        self._entries = grad.clone() if copy and grad is not None else None
-
-    def changed(self, grad: Tensor | None) -> bool:
-        """Is ``grad`` another tensor, or has it been written to?"""
-        return grad is not self.grad or (grad is not None and grad._version != self._version)
-
-    def added(self, grad: Tensor | None) -> Tensor | None:
-        """Returns what was added since, on this rank; None if nothing was."""
-        if grad is None or not self.changed(grad):
-            return None
-        found = local(grad).to_dense()
-        return found if self._entries is None else found - local(self._entries).to_dense()
-
-    def rounding(self) -> Tensor | float:
-        """Bounds the rounding error of ``added``."""
-        if self._entries is None:
-            return 0.0
-        return 4 * torch.finfo(self._entries.dtype).eps * torch.linalg.vector_norm(local(self._entries).to_dense())
+        for matrix in self._matrices:
+            if (id(matrix) in retained or self._has_part(matrix)) and not matrix.managed:
+                self._after[id(matrix)] = [(p.grad, 0 if p.grad is None else p.grad._version) for p in matrix.params]
 
 
 def _is_zero(grad: Tensor | None) -> bool:

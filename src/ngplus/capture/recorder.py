@@ -26,7 +26,7 @@ from torch.autograd import Variable
 from ngplus.capture import reasons
 from ngplus.capture.autograd import hook_target, in_backward, in_functional_call, is_batched, reaches_parameters
 from ngplus.capture.batch import BatchDims, SampleCount, modules_with_given_dim, sample_dims
-from ngplus.capture.calls import BackwardPass, Batches, ForwardCall, PendingGradient, entry_modules, is_nested_call
+from ngplus.capture.calls import BackwardPass, Batches, ForwardCall, PendingGradient, calls_in_progress, entry_modules
 from ngplus.capture.layers import Batch, LayerRule
 from ngplus.capture.layers.base import Build, Inputs, NotPerSample, no_mixed_precision
 from ngplus.capture.layers.hooks import Hook, Watcher, is_strided
@@ -52,6 +52,7 @@ class Recorder:
         batch_dim, sample_index: where the samples are, see :mod:`ngplus.capture.batch`.
         on_forward: called before each training call, with the matrices that changed since the last one.
         on_gradients: called when the first gradient of a backward pass arrives, before any .grad of a matrix changes.
+        on_record: called with the matrix of a use that is recorded.
         on_backward: called after each backward pass.
     """
 
@@ -64,11 +65,13 @@ class Recorder:
         on_forward: Callable[[list[ParameterMatrix]], None] | None = None,
         on_backward: Callable[[], None] | None = None,
         on_gradients: Callable[[], None] | None = None,
+        on_record: Callable[[ParameterMatrix], None] | None = None,
         sample_index: SampleIndex | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._sink = sink
-        self._on_forward, self._on_gradients, self._on_backward = on_forward, on_gradients, on_backward
+        self._on_forward, self._on_record = on_forward, on_record
+        self._on_gradients, self._on_backward = on_gradients, on_backward
         self._dims = sample_dims(model, batch_dim)
         self._given_dims = modules_with_given_dim(model, batch_dim)
         self._sample_index = SampleIndexReader(sample_index)
@@ -145,6 +148,7 @@ class Recorder:
 
     def discard(self, matrix: ParameterMatrix | None = None) -> None:
         """Drops what has arrived, for one matrix or all. Gradients of past forward calls may still arrive."""
+        self._end_interrupted_call()
         dropped = [p for p in self._retained if matrix is None or p.use.matrix is matrix]
         self._retained = [p for p in self._retained if matrix is not None and p.use.matrix is not matrix]
         for pending in dropped:
@@ -154,12 +158,11 @@ class Recorder:
 
     def flush(self) -> None:
         """Passes on all that has arrived."""
+        self._end_interrupted_call()
         retained, self._retained = self._retained, []
         for pending in retained:
             self._make_ready(pending)
         self._flush_all()
-        for matrix in self._matrices:
-            matrix.apply_fallback()
 
     def complaint(self) -> str:
         """Returns the warning about ``sample_index`` after ``flush``; "" for none, and where the reasons say it."""
@@ -172,12 +175,9 @@ class Recorder:
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or in_functional_call():
             return
-        if self._depth and self._thread == threading.get_ident() and not is_nested_call(self._entries):
-            self._end_call()  # Ctrl-C ended the last call, and no hook ran
-            self._depth = 0
+        self._end_interrupted_call(own=1)
+        self._thread = self._thread if self._depth else threading.get_ident()
         self._depth += 1
-        if self._depth == 1:
-            self._thread = threading.get_ident()
         if self._call is not None or in_backward():
             return
         if self._depth == 1:
@@ -200,7 +200,7 @@ class Recorder:
         elif self.listening() and dim is not None:
             call.trackers = [SampleTracker(size, (args, kwargs), dim) for size in self._sample_count.candidates]
             for tracker in call.trackers:
-                tracker.start()
+                tracker.start(model)
 
     def _begin_training_call(self) -> None:
         """Parameters may have been frozen, unfrozen or cast since the last call."""
@@ -217,8 +217,13 @@ class Recorder:
             return
         call = self._end_call()
         if call is not None and not call.ragged and self._sample_count is not None:
-            unbatched = any(tracker.unbatched for tracker in call.trackers)
-            call.samples = 1 if unbatched else self._sample_count.with_output(output)
+            call.count_samples(self._sample_count, output)
+
+    def _end_interrupted_call(self, own: int = 0) -> None:
+        """Ends a call that Ctrl-C broke off, after which torch runs no hook. ``own`` calls that just begin stay."""
+        if self._depth and self._thread == threading.get_ident() and calls_in_progress(self._entries) <= own:
+            self._end_call()
+            self._depth = 0
 
     def _end_call(self) -> ForwardCall | None:
         call, self._call = self._call, None
@@ -284,7 +289,7 @@ class Recorder:
         """The samples of x, an output of the module or a tensor like it, for each number of samples."""
         dim = self._dims.get(use.module, 0)
         if dim is None or use.module in self._given_dims:
-            return {size: Batch(dim, size, call.ragged) for size in {call.samples, *(t.samples for t in call.trackers)}}
+            return {n: Batch(dim, n, call.ragged) for n in {None, call.samples, *(t.samples for t in call.trackers)}}
         if call.ragged:
             lengths = [x.shape[d] for d in {0, 1, dim} if d < x.dim()]
             if not any(length in call.ragged for length in lengths):
@@ -313,12 +318,14 @@ class Recorder:
         batches = self._batches(use, call, output if like is None else like)
         pending = PendingGradient(use, call, build, inputs, output.shape, batches)
         if in_backward():
-            self._enter_backward()
+            self.enter_backward()
             if call.no_grad_uses[id(matrix)] > 0:
                 call.no_grad_uses[id(matrix)] -= 1
             elif call.waiting[id(matrix)]:
                 return  # non-reentrant checkpointing runs the forward again; the first run waits already
         call.waiting[id(matrix)] += 1
+        if self._on_record is not None:
+            self._on_record(matrix)
         this = weakref.ref(self)
 
         def arrive(grad: Tensor) -> None:
@@ -332,7 +339,7 @@ class Recorder:
     # ------------------------------------------------------------------------------------------ backward
 
     def _arrive(self, pending: PendingGradient, grad: Tensor) -> None:
-        self._enter_backward()
+        self.enter_backward()
         call, matrix = pending.call, pending.use.matrix
         if pending.grad is None:
             call.waiting[id(matrix)] -= 1
@@ -382,7 +389,7 @@ class Recorder:
                     self._sink(matrix, factors)
                     matrix.not_captured = reasons.ZEROED  # if it is dropped until the step
 
-    def _enter_backward(self) -> None:
+    def enter_backward(self) -> None:
         """Runs once for each outermost backward pass, before its first gradient is used."""
         if self._graph_task == -1:
             self._graph_task = torch._C._current_graph_task_id()

@@ -24,9 +24,11 @@ class SampleAxis:
 
 @dataclass(frozen=True)
 class UnknownAxis:
-    """Depends on the samples, but it is not known which entries are of which. ``function`` is where that began."""
+    """Depends on the samples, but it is not known which entries are of which. ``function`` is where that began.
+    ``chosen`` says that all it did was to choose rows by a mask."""
 
     function: str
+    chosen: bool = False
 
 
 Location = SampleAxis | UnknownAxis | None  # None: does not depend on the samples

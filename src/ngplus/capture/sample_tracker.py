@@ -9,15 +9,17 @@ samples.
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from types import FrameType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ngplus.capture import axis_indexing as axis_indexing  # registers its rules
-from ngplus.capture import axis_rules as axis_rules
-from ngplus.capture import reasons
+from ngplus.capture import axis_layers, axis_rules, reasons
 from ngplus.capture.batch import Batch
 from ngplus.capture.sample_axis import RULES, Location, SampleAxis, UnknownAxis, tensors
 from ngplus.utils.dtensor import is_dtensor
@@ -36,6 +38,7 @@ class SampleTracker(TorchFunctionMode):
     def __init__(self, samples: int, inputs: Any, dim: int) -> None:
         super().__init__()
         self.samples, self.active = samples, True
+        self._frame: FrameType | None = None  # of the call of the model
         self.unbatched = False  # is the input one sample without a batch dimension?
         self._locations: Any = WeakTensorKeyDictionary()
         for x in tensors(inputs):
@@ -47,13 +50,14 @@ class SampleTracker(TorchFunctionMode):
             elif size != 1:
                 self._locations[x] = UnknownAxis("the inputs of the model")
 
-    def start(self) -> None:
-        """Begins to follow the functions that this thread calls."""
+    def start(self, model: nn.Module) -> None:
+        """Begins to follow the functions that this thread calls. Call this in a forward pre-hook of the model."""
+        self._frame = _frame_of_call(model)
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """Ends that. If a mode that was entered later is still active, this one only becomes idle."""
-        self.active = False
+        self.active, self._frame = False, None
         if _get_current_function_mode() is self:
             self.__exit__(None, None, None)
 
@@ -91,18 +95,48 @@ class SampleTracker(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if self.active and self.interrupted():
+            self.active, self._frame = False, None
+            self._locations.clear()
         if self.active:
             name = name_of(func)
             if isinstance(out, Tensor | tuple | list) or name == "__setitem__":
                 self._follow(name, args, kwargs, out)
         return out
 
+    def interrupted(self) -> bool:
+        """Is the call of the model over without an end that a hook has seen, as after Ctrl-C?"""
+        frame = sys._getframe(1)
+        while frame is not self._frame and frame.f_back is not None:
+            frame = frame.f_back
+        return self._frame is not None and frame is not self._frame
+
+    def may_be_those_of(self, output: Any) -> bool:
+        """Can the samples be those of the model's output? If they were summed up, as the nodes of graphs or the time
+        steps of a batch along another dimension, they are no samples."""
+        found = [x for x in tensors(output) if x.requires_grad and not x.is_nested]
+        return not found or any(map(self._may_be_in, found))
+
+    def _may_be_in(self, x: Tensor) -> bool:
+        location = self.of(x)
+        if isinstance(location, SampleAxis):
+            return True
+        if x.numel() == 1:  # a loss
+            return not isinstance(location, UnknownAxis) or location.function not in _SUMS_OF_ROWS
+        chosen = isinstance(location, UnknownAxis) and location.chosen  # as the outputs at masked tokens
+        return chosen or any(size % self.samples == 0 for size in x.shape[:2])
+
     def _follow(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
         given = [location for x in tensors((args, kwargs)) if (location := self.of(x)) is not None]
         if not given:
             return
+        base = args[0]._base if _in_place(name) and isinstance(args[0], Tensor) else None
+        if base is not None and self.of(base) is None:
+            self.mark(base, UnknownAxis(name))
         unknown = next((each for each in given if isinstance(each, UnknownAxis)), UnknownAxis(name))
         rule = RULES.get(name)
+        if rule not in (axis_rules.entrywise, axis_layers.linear):
+            unknown = replace(unknown, chosen=False)
         try:
             found = unknown if rule is None else rule(self, args, kwargs, out)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # arguments that the rule does not expect
@@ -116,7 +150,28 @@ class SampleTracker(TorchFunctionMode):
         if not isinstance(location, SampleAxis):
             return True
         size = location.outer * self.samples * location.inner
-        return location.dim < x.dim() and x.shape[location.dim] == size
+        return 0 <= location.dim < x.dim() and x.shape[location.dim] == size
+
+
+_SUMS_OF_ROWS = {
+    f"{name}{end}"
+    for name in ("index_add", "index_reduce", "put", "scatter_add", "scatter_reduce", "segment_reduce")
+    for end in ("", "_")
+}
+
+
+def _in_place(name: str) -> bool:
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+def _frame_of_call(model: nn.Module) -> FrameType | None:
+    """Finds the call of a module that its hook was called by."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is model:
+            return frame
+        frame = frame.f_back
+    return None
 
 
 def name_of(func: Any) -> str:

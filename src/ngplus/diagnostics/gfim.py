@@ -84,10 +84,14 @@ def gfim(
         "side": side, "block_size": None, "samples": None, "sketch": None, "solver": "dense", "curvature": "sample",
         "loss_reduction": loss_reduction,
     }  # fmt: skip
-    gathered: dict[int, Accumulator] = {}
+    gathered: dict[int, Accumulator] = {}  # by id of the matrix, as the two below
+    captured: dict[int, list[Tensor]] = {}  # sum_i G_i of each part, to find uses that were not captured
+    tolerances: dict[int, float] = {}
 
     def sink(matrix: ParameterMatrix, factors: Factors) -> None:
-        gathered.setdefault(id(matrix), Accumulator()).take_in(matrix, factors, group, seed=0, check=True)
+        gathered.setdefault(id(matrix), Accumulator()).take_in(matrix, factors, group, seed=0)
+        captured.setdefault(id(matrix), []).append(factors.gradient_sum(matrix.dtype))
+        tolerances[id(matrix)] = 5e-2 if factors.half_precision else tolerances.get(id(matrix), 1e-3)
 
     capture = Recorder(model, uses, sink, batch_dim, sample_index=sample_index)
     capture.in_eval = True
@@ -113,13 +117,15 @@ def gfim(
         found = [of_param[p] for p in matrix.active_params]
         filled = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(matrix.params, found, strict=True)]
         gradient = matrix.layout.join(filled).to(matrix.dtype)
-        captured = gathered.get(id(matrix))
-        if captured is None:
+        sums = gathered.get(id(matrix))
+        if sums is None:
             matrix.missed = matrix.not_captured or reasons.NOT_CALLED
-        elif matrix.source != "batch" and not captured.covers(gradient):
-            matrix.fall_back(matrix.uncovered)
-        if captured is not None and matrix.source != "batch":
-            estimate = curvatures.per_sample(captured, group, partition)
+        elif matrix.source != "batch":
+            missed = torch.linalg.vector_norm(gradient - torch.stack(captured[id(matrix)]).sum(0))
+            if bool(missed > tolerances[id(matrix)] * sums.length()):
+                matrix.fall_back(matrix.uncovered)
+        if sums is not None and matrix.source != "batch":
+            estimate = curvatures.per_sample(sums, group, partition)
         else:
             estimate = curvatures.mini_batch(matrix, gradient, group, seed=0)
         dense = partition.dense(estimate.dense())

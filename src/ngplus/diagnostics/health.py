@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ngplus.diagnostics.tables import aligned
 from ngplus.utils.compiled import uncompiled
-from ngplus.utils.finite import read_if_on_host
+from ngplus.utils.finite import copy_to_host, read_if_on_host
 from ngplus.utils.warnings import warn
 
 FETCH_EVERY = 100
@@ -176,7 +176,7 @@ class FaultCounter:
                 self._count(kind, name, times)
         self._copies = pending
         for (kind, names), counts in self._on_device.items():
-            self._copies.append((kind, names, *_copy_to_host(counts)))
+            self._copies.append((kind, names, *copy_to_host(counts)))
         self._on_device.clear()
 
     def emit_warnings(self) -> None:
@@ -199,13 +199,3 @@ class FaultCounter:
         names = dict.fromkeys(name for kind, name in self._counts if kind in FAULTS)
         layers = tuple(LayerHealth(n, **{kind: self._counts[kind, n] for kind in FAULTS}) for n in names)
         return Health(self.steps, self._counts["skipped", ""], layers)
-
-
-def _copy_to_host(counts: Tensor) -> tuple[Tensor, Any]:
-    """An asynchronous copy in pinned memory, and the event after which it is complete."""
-    if counts.is_cpu:
-        return counts, None
-    copy = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True).copy_(counts, non_blocking=True)
-    event = torch.Event(counts.device)
-    event.record()
-    return copy, event

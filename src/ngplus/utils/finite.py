@@ -27,6 +27,16 @@ def read_if_on_host(flag: Tensor) -> Any:
     return flag.tolist() if flag.device.type in SEEN else None
 
 
+def copy_to_host(counts: Tensor) -> tuple[Tensor, Any]:
+    """An asynchronous copy in pinned memory, and the event after which it is complete."""
+    if counts.is_cpu:
+        return counts, None
+    copy = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True).copy_(counts, non_blocking=True)
+    event = torch.Event(counts.device)
+    event.record()
+    return copy, event
+
+
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """One flag for all: a sum is finite where every summand is, unless they are too large to be of use."""
     return torch.stack([t.sum() for t in tensors]).sum().isfinite()

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from ngplus.capture.batch import Batch
+from ngplus.capture.batch import NotPerSample as NotPerSample
 from ngplus.capture.layers.layout import MatrixSpec
 from ngplus.fisher.factors import Factors
 
@@ -41,18 +42,6 @@ if TYPE_CHECKING:
 Inputs = tuple[Tensor | None, ...]  # the tensors of a forward call that a rule needs; None for an absent one
 Active = tuple[bool, ...]  # for each name of a MatrixSpec: does the parameter require gradients?
 Build = Callable[[Inputs, Tensor, Active, Batch], Factors]  # (inputs, gradient of the output, active, batch)
-
-
-class NotPerSample(Exception):
-    """Raised by a rule for a call without per-sample gradients. The matrix then uses mini-batch curvature.
-
-    Examples:
-        >>> class Picky(ngplus.layers.LinearRule):
-        ...     def factors(self, module, inputs, grad, active, batch):
-        ...         if grad.dim() > 2:
-        ...             raise ngplus.layers.NotPerSample("sequences are not supported")
-        ...         return super().factors(module, inputs, grad, active, batch)
-    """
 
 
 class LayerRule:

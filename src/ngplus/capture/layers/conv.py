@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -54,6 +55,12 @@ class Patches:
             every: tuple[Any, ...] = (..., *(slice(o * d, o * d + s * (m - 1) + 1, s) for o, d, s, m in steps))
             out[:, :, :, i] = x[every]
         return out.flatten(2, 3).flatten(3).mT
+
+    def columns(self, cols: slice) -> Tensor:
+        """Returns these columns of the patches of all samples. They are those of whole channels."""
+        part, kernel = copy.copy(self), _prod(self._kernel)
+        part._x = self._x[:, :, :, cols.start // kernel : cols.stop // kernel]
+        return part.take(slice(None))
 
     @property
     def gram_cost(self) -> float:

@@ -58,10 +58,13 @@ class Layout:
 
     def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns the columns of each tensor, [groups, m, width]: a view unless it is transposed."""
-        return [
-            t.reshape(self.groups, self.rows, width) if kind != "transposed" else _transposed(t, self.groups, self.rows)
-            for t, kind, width in zip(tensors, self.kinds, self.widths, strict=True)
-        ]
+        return [self.part(i, tensor) for i, tensor in enumerate(tensors)]
+
+    def part(self, index: int, tensor: Tensor) -> Tensor:
+        """Returns the columns of the tensor of one parameter, [groups, m, width]."""
+        if self.kinds[index] == "transposed":
+            return _transposed(tensor, self.groups, self.rows)
+        return tensor.reshape(self.groups, self.rows, self.widths[index])
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """Returns the matrix, [groups, m, n]."""

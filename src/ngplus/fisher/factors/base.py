@@ -21,6 +21,9 @@ class LazyFactor(Protocol):
     def take(self, samples: Samples) -> Tensor:
         """r of these samples, [groups, samples, positions, n]."""
 
+    def columns(self, cols: slice) -> Tensor:
+        """These columns of r for all samples. They are those of whole channels."""
+
     def outer(self, samples: Samples, left: Tensor, side: str, ones: bool) -> Tensor:
         """The matrices sum_p l_ip r_ip^T stacked vertically, [groups, samples * m, n]; for the left side each of them
         transposed, [groups, samples * n, m]. With ``ones``, r has an additional column of ones."""
@@ -54,6 +57,11 @@ def tensor_version(tensor: Tensor) -> object:
     return tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride()
 
 
+def block_of(gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """sum_i G_i and sum_i |G_i|^2 of [groups, samples, m, n]."""
+    return gradients.sum(1), gradients.square().sum()
+
+
 class Factors:
     """Per-sample gradients G_i (m x n) of one matrix, in factored form.
 
@@ -79,6 +87,13 @@ class Factors:
     def gradient_sum(self, dtype: torch.dtype) -> Tensor:
         """sum_i G_i, [groups, m, n]."""
         return self.gradients(slice(None), dtype).sum(1)
+
+    def gradient_block(self, rows: slice, cols: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Rows and columns of sum_i G_i, and the sum of their squares over all G_i (or an upper bound of it).
+
+        ``cols`` does not include the column of ones. This default computes each G_i.
+        """
+        return block_of(self.gradients(slice(None), dtype)[..., rows, cols])
 
     def pair(self, side: str, form: str, samples: Samples, sketch: Sketch | None, dtype: torch.dtype) -> Pair:
         """Y and Z, [groups, k, d], with Y^T Z the sum over these samples. This default computes each G_i."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ngplus.fisher.factors.base import Factor, Factors, Pair, Samples, take
+from ngplus.fisher.factors.base import Factor, Factors, Pair, Samples, block_of, take
 from ngplus.fisher.sketch import Sketch
 
 CHUNK = 2**22  # entries that ``Outer.gradient_sum`` computes at a time
@@ -45,6 +45,11 @@ class Outer(Factors):
             tall = self._lazy_outer("left", slice(start, start + step), dtype).unflatten(1, (-1, self.cols))
             out = out.to(tall) + tall.sum(1).mT
         return out
+
+    def gradient_block(self, rows: slice, cols: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        left = take(self.left, slice(None))[..., rows].to(dtype)
+        right = self.right[..., cols] if isinstance(self.right, Tensor) else self.right.columns(cols)
+        return block_of(left.mT @ right.to(dtype))
 
     def _lazy_outer(self, side: str, samples: Samples, dtype: torch.dtype) -> Tensor:
         """Y of the form "explicit", [groups, samples * D, d], for a lazy right factor."""
@@ -137,6 +142,9 @@ class Rows(Factors):
 
     def gradients(self, samples: Samples, dtype: torch.dtype) -> Tensor:
         return self.values[:, samples].to(dtype)
+
+    def gradient_block(self, rows: slice, cols: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return block_of(self.values[..., rows, cols].to(dtype))
 
 
 def gram_root(gram: Tensor) -> Tensor:

@@ -41,6 +41,11 @@ class Segments(Factors):
     def gradient_sum(self, dtype: torch.dtype) -> Tensor:
         return (self.left.to(dtype).mT @ self.right.to(dtype))[None]
 
+    def gradient_block(self, rows: slice, cols: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        left, right = self.left[:, rows].to(dtype), self.right[:, cols].to(dtype)
+        squares = left.square().sum(1) @ right.square().sum(1)
+        return (left.mT @ right)[None], self.positions * squares
+
     def pair(self, side: str, form: str, samples: Samples, sketch: Sketch | None, dtype: torch.dtype) -> Pair:
         if form != "gram":
             return super().pair(side, form, samples, sketch, dtype)

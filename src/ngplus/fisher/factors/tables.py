@@ -40,6 +40,10 @@ class Lookup(Factors):
         out = self.values.new_zeros(self.rows, self.cols, dtype=dtype)
         return out.index_add_(0, self.index.flatten(), self.values.flatten(0, 1).to(dtype))[None]
 
+    def gradient_block(self, rows: slice, cols: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        part = Lookup(self.index, self.values[..., cols], self.rows)
+        return part.gradient_sum(dtype)[:, rows], self.positions * part.values.to(dtype).square().sum()
+
     def _touched(self, samples: Samples, dtype: torch.dtype) -> Tensor:
         """The nonzero rows of all G_i, [1, number of them, n]."""
         index, values = self.index[samples], self.values[samples].to(dtype)
@@ -106,6 +110,10 @@ class Bags(Factors):
     def gradient_sum(self, dtype: torch.dtype) -> Tensor:
         out = self.grads.new_zeros(self.rows, self.cols, dtype=dtype)
         return out.index_add_(0, self.index, (self.weight[:, None] * self.grads[self.sample]).to(dtype))[None]
+
+    def gradient_block(self, rows: slice, cols: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        part = Bags(self.index, self.sample, self.weight, self.grads[:, cols], self.rows)
+        return part.gradient_sum(dtype)[:, rows], (self._lengths(dtype)[:, None] * part.grads.to(dtype).square()).sum()
 
     def _lengths(self, dtype: torch.dtype) -> Tensor:
         """||sum_j w_j e_index(j)||^2 of each bag."""

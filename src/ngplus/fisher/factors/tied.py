@@ -41,6 +41,10 @@ class Joined(Factors):
     def gradient_sum(self, dtype: torch.dtype) -> Tensor:
         return torch.stack([use.gradient_sum(dtype) for use in self.uses]).sum(0)
 
+    def gradient_block(self, rows: slice, cols: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        blocks, squares = zip(*(use.gradient_block(rows, cols, dtype) for use in self.uses), strict=True)
+        return torch.stack(blocks).sum(0), len(blocks) * torch.stack(squares).sum()
+
     def pair(self, side: str, form: str, samples: Samples, sketch: Sketch | None, dtype: torch.dtype) -> Pair:
         if form != "gram":
             return super().pair(side, form, samples, sketch, dtype)
