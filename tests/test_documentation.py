@@ -25,6 +25,7 @@ from torch import nn
 
 import ngplus
 from helpers.project import ROOT
+from ngplus.capture import reasons
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")])
 FENCE = re.compile(r"(?:<!-- *(?P<mark>not run: .+?|output) *-->\n+)?^(?P<indent> *)```(?P<kind>\w*).*?\n(?P<body>.*?)^ *```", re.M | re.S)  # noqa: E501  # fmt: skip
@@ -57,32 +58,38 @@ def _alone() -> Iterator[None]:
     ngplus.capture.layers.base._RULES.update(kept)
 
 
-def reasons() -> Iterator[str]:
-    """Why a matrix has no curvature from samples, in the code's words; of a text with gaps, its parts."""
+REASONS = {name: text for name, text in vars(reasons).items() if name.isupper()}
+
+
+def test_every_reason_for_mini_batch_curvature_is_on_the_page_of_troubles() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert len(REASONS) > 20
+    assert not [text for text in REASONS.values() if f"\n| {text} | " not in page]
+
+
+def test_every_reason_is_one_of_those_and_each_is_used() -> None:
+    """No module has a text of its own, and there is none that no module gives."""
+    literal, used = [], set()
     for path in sorted((ROOT / "src" / "ngplus").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             given: list[ast.expr] = []
             if isinstance(node, ast.Call):
                 called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-                given = node.args if called in ("fall_back", "fall_back_at_step", "refuse", "NotPerSample") else []
-            elif isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", "") == "reason":
+                names = ("fall_back", "fall_back_at_step", "refuse", "NotPerSample", "with_detail")
+                given = node.args[:1] if called != "refuse" else node.args[1:]
+                given = given if called in names else []
+            elif isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", "") in ("reason", "not_captured"):
                 given = [node.value]
-            for text in (part for expression in given for part in ast.walk(expression)):
-                if isinstance(text, ast.Constant) and isinstance(text.value, str) and text.value:
-                    yield text.value.strip()
-
-
-def test_every_reason_for_mini_batch_curvature_is_on_the_page_of_troubles() -> None:
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    found = set(reasons())
-    assert "no layer rule covers it" in found
-    assert not [reason for reason in found if reason not in page]
-
-
-def test_the_row_of_a_missing_gradient_names_modules_that_are_never_called() -> None:
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    row = next(line for line in page.splitlines() if line.startswith("| no gradient was captured |"))
-    assert "F.linear(x, self.a.weight)" in row
+            elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "reasons":
+                used.add(node.attr)
+            literal += [
+                (path.name, expression.value)
+                for expression in given
+                if isinstance(expression, ast.Constant) and expression.value
+            ]
+            literal += [(path.name, ast.unparse(part)) for part in given if isinstance(part, ast.JoinedStr)]
+    assert not literal
+    assert REASONS.keys() <= used
 
 
 @pytest.mark.parametrize("name", OBJECTS)

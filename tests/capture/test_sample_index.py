@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from graph_cases import SAMPLES, GraphNet, graphs, together, train
-from torch import nn
+from torch import Tensor, nn
 
 import ngplus
+from ngplus.capture import reasons
 from ngplus.capture.sample_index import parse_sample_index
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -117,10 +119,7 @@ def test_rows_that_no_layer_has_are_told(recwarn: pytest.WarningsRecorder) -> No
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert sorted(str(w.message)[:40] for w in recwarn) == [
-        "No per-sample curvature for weight (samp",
-        "sample_index returned 5 entries, but no ",
-    ]
+    assert [str(w.message)[:40] for w in recwarn] == ["No per-sample curvature for weight: samp"]
 
 
 def test_a_part_of_the_model_that_is_called_by_itself_is_told() -> None:
@@ -167,3 +166,94 @@ def test_what_is_no_function_is_refused() -> None:
         ngplus.NGPlus(nn.Linear(3, 2), sample_index=torch.zeros(3))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="takes no sample_index"):
         ngplus.NGPlus([{"params": [nn.Parameter(torch.zeros(2))], "sample_index": None}], curvature="batch")
+
+
+class SelfLoops(nn.Module):
+    """A layer on edges with self-loops, of which the index knows nothing, beside layers on nodes, edges and graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes, self.edges, self.loops = nn.Linear(3, SAMPLES), nn.Linear(3, 2), nn.Linear(SAMPLES, 2)
+        self.out = nn.Linear(2, 1)
+
+    def forward(self, nodes: Tensor, edges: Tensor, features: Tensor, graph: Tensor, graphs: int) -> Tensor:
+        h = self.nodes(nodes)
+        both = torch.cat([h[edges[0]], h])  # [edges + nodes, SAMPLES]: its features are as many as there are samples
+        messages = torch.cat([self.edges(features), features.new_zeros(len(h), 2)]) + self.loops(torch.tanh(both))
+        place = torch.cat([edges[1], torch.arange(len(h))])
+        h = nodes.new_zeros(len(h), 2).index_add(0, place, torch.tanh(messages))
+        return self.out(h.new_zeros(graphs, 2).index_add(0, graph, h))[:, 0]
+
+
+def test_rows_without_an_entry_are_not_taken_for_samples() -> None:
+    """The layer on self-loops has mini-batch curvature, told once; the others equal those of one graph at a time."""
+    _, edges, features, graph, count = graphs(False)
+    nodes = torch.randn(len(graph), 3)
+    model, given = SelfLoops(), (nodes, edges, features, graph, count)
+    optimizer = ngplus.NGPlus(model, lr=0.0, update_every=1, sample_index=GraphNet.index)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(*given).square().mean().backward()
+            optimizer.step()
+    (told,) = [str(w.message) for w in caught]
+    assert f"for loops.weight: {reasons.NO_SAMPLE_INDEX}: a batch dimension of {len(graph) + edges.shape[1]}" in told
+    seen = {row.name: (row.source, row.seen and row.seen[0]) for row in optimizer.plan()}
+    sample = ("sample", SAMPLES)
+    assert seen.pop("loops.weight") == ("batch", None)
+    assert seen == dict.fromkeys(["nodes.weight", "edges.weight", "out.weight"], sample)
+    params = dict(model.named_parameters())
+    each = []
+    for i in range(SAMPLES):
+        own, between = (graph == i).nonzero().flatten(), (graph[edges[0]] == i).nonzero().flatten()
+        alone = (nodes[own], edges[:, between] - own[0], features[between], torch.zeros(len(own), dtype=torch.long), 1)
+        each.append(torch.autograd.grad(model(*alone).square().mean(), list(params.values()), allow_unused=True))
+    for name in ("nodes", "edges", "out"):
+        parts = []
+        for gradients in each:
+            of = dict(zip(params, gradients, strict=True))
+            weight, bias = of[f"{name}.weight"], of[f"{name}.bias"]
+            parts.append(torch.cat([weight, bias[:, None]], 1))
+        side, found = optimizer.curvature(f"{name}.weight")
+        wanted = sum(g @ g.mT if side == "left" else g.mT @ g for g in parts) / SAMPLES
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_packed_rows_behind_a_dimension_of_one_are_not_one_sample() -> None:
+    """The rows of all samples as [1, rows, features]."""
+    model = nn.Linear(3, 2)
+    optimizer = ngplus.NGPlus(model, sample_index=lambda x: torch.tensor([0, 0, 1, 1, 1]))
+    model(torch.randn(1, 5, 3)).square().mean().backward()
+    with pytest.warns(UserWarning, match=reasons.NO_SAMPLE_INDEX):
+        optimizer.step()
+    assert optimizer.plan()[0].source == "batch"
+
+
+@pytest.mark.parametrize("loops", [False, True])
+def test_a_graph_attention_layer_with_self_loops(loops: bool, recwarn: pytest.WarningsRecorder) -> None:
+    """torch_geometric adds the loops inside of the layer, to the features of the edges as well."""
+    geometric = pytest.importorskip("torch_geometric.nn")
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = geometric.GATConv(3, 4, edge_dim=3, add_self_loops=loops)
+            self.out = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, edges: Tensor, features: Tensor, graph: Tensor, graphs: int) -> Tensor:
+            h = torch.tanh(self.conv(x, edges, features))
+            return self.out(h.new_zeros(graphs, 4).index_add(0, graph, h))
+
+    _, edges, features, graph, count = graphs(False)
+    model = Net()
+    optimizer = ngplus.NGPlus(model, sample_index=GraphNet.index)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(len(graph), 3), edges, features, graph, count).square().mean().backward()
+        optimizer.step()
+    assert len([w for w in recwarn if "No per-sample" in str(w.message)]) == 1
+    row = optimizer.plan()["conv.lin_edge.weight"]
+    assert (row.source == "batch") == loops
+    assert (reasons.NO_SAMPLE_INDEX in row.note) == loops
+    assert optimizer.plan()["out.weight"].seen == (SAMPLES, 1)

@@ -122,6 +122,41 @@ def test_a_module_that_changes_its_input_is_told() -> None:
     model = nn.Sequential(nn.Linear(3, 3), AddedInPlace())
     optimizer = ngplus.NGPlus(model)
     model(torch.randn(6, 5, 3)).square().mean().backward()
-    with pytest.warns(UserWarning, match="AddedInPlace changes its inputs in place"):
+    with pytest.warns(UserWarning, match="changes its inputs in place: AddedInPlace"):
         optimizer.step()
     assert optimizer.plan()["1.weight"].source == "batch"
+
+
+class Renormed(nn.Module):
+    """torch.renorm has no batching rule: vmap runs it sample by sample, and warns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        warnings.warn("of the module's own", stacklevel=1)
+        return torch.renorm(x, 2, 0, 1.0) * self.weight
+
+
+def test_no_warning_of_vmap_reaches_the_user_and_all_others_do() -> None:
+    def warned(call: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        return [str(w.message) for w in caught]
+
+    def batched() -> None:
+        torch.func.vmap(lambda x: torch.renorm(x[None], 2, 0, 1.0))(torch.ones(4, 3))
+
+    def refresh() -> None:
+        model(torch.randn(5, 3)).square().mean().backward()
+        optimizer.step()
+
+    model = nn.Sequential(Renormed())
+    optimizer = ngplus.NGPlus(model, batch_dim={"0": 0})
+    assert any("performance drop" in text for text in warned(batched))
+    told = warned(refresh)
+    assert optimizer.plan()["0.weight"].source == "vmap"
+    assert set(told) == {"of the module's own"}
+    assert any("performance drop" in text for text in warned(batched))

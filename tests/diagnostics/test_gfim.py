@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import ngplus
 from helpers.steps import conv_net, data, loss_fn
+from ngplus.capture import reasons
 
 
 def test_gfim_folds_rows_into_samples() -> None:
@@ -72,3 +73,45 @@ def test_gfim_takes_several_inputs_and_names() -> None:
     torch.testing.assert_close(
         as_tuple, ngplus.gfim(nn.Sequential(model.a), loss_fn, left * right, y)["0.weight"].matrix
     )
+
+
+class Mixed(nn.Module):
+    """A table that a function uses as well, a recurrent layer, a layer that is not called, and plain ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.recurrent, self.plain = nn.Embedding(9, 4), nn.GRU(4, 4, batch_first=True), nn.Linear(4, 4)
+        self.scale, self.unused = nn.PReLU(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.scale(self.plain(self.recurrent(self.table(x))[0].mean(1)))
+        return nn.functional.linear(hidden, self.table.weight)
+
+
+def test_gfim_says_which_are_mini_batch_products() -> None:
+    torch.manual_seed(0)
+    model, x = Mixed().double(), torch.randint(9, (5, 6))
+    found = ngplus.gfim(model, lambda y, _: y.square().mean(), x, None)
+    assert found.keys() == found.sources.keys() == {name for name, _ in model.named_parameters()}
+    assert {name for name, source in found.sources.items() if source == "sample"} == {"plain.weight", "plain.bias"}
+    assert found.sources["scale.weight"] == "vmap"
+    batch = {name for name, source in found.sources.items() if source == "batch"}
+    assert batch == found.notes.keys()
+    assert found.notes["table.weight"] == reasons.OTHER_USES
+    assert found.notes["unused.bias"] == reasons.NOT_CALLED
+    assert reasons.without_detail(found.notes["recurrent.weight_hh_l0"]) == reasons.VMAP_OUTPUTS
+    model(x).square().mean().backward()
+    gradient = model.table.weight.grad
+    assert gradient is not None
+    assert found["table.weight"].side == "right"
+    torch.testing.assert_close(found["table.weight"].matrix, gradient.mT @ gradient)
+
+
+def test_gfim_is_still_a_dict_of_pairs() -> None:
+    found = ngplus.gfim(conv_net(), loss_fn, *data(2, 4, 4))
+    assert isinstance(found, dict)
+    side, matrix = found["0.weight"]
+    assert side == "left"
+    assert matrix.shape == (4, 4)
+    assert set(found.sources.values()) == {"sample"}
+    assert found.notes == {}

@@ -86,9 +86,10 @@ def test_the_table_names_every_parameter_and_what_it_gets() -> None:
             return self.head(x + self.token)
 
     text = str(ngplus.NGPlus(Token(), block_size=2).plan(batch_size=8))
-    for part in ("token", "head.weight + bias", "mini-batch", "rank-one", "dense", "no layer rule covers it"):
+    for part in ("token", "head.weight + bias", "batch", "rank-one", "dense", "no layer rule covers it"):
         assert part in text, part
-    assert "total" in text.splitlines()[-2]
+    assert "total" in text.splitlines()[-3]
+    assert text.splitlines()[-2] == "step, refresh: FLOPs; state: bytes"
 
 
 def test_flops_of_a_step_are_counted() -> None:
@@ -208,14 +209,66 @@ def test_a_refresh_that_captured_nothing_is_told() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
     optimizer = ngplus.NGPlus(model, update_every=1)
     x, y = torch.randn(6, 3), torch.randn(6, 2)
-    with pytest.warns(UserWarning, match="no gradient was captured"):
+    with pytest.warns(UserWarning, match=r"in eval\(\) mode"):
         one_step(model, optimizer, x, y)
     assert [row.source for row in optimizer.plan()] == ["batch", "batch"]
-    assert all("train()" in row.note for row in optimizer.plan())
-    assert "mini-batch" in str(optimizer.plan())
+    assert all("eval()" in row.note for row in optimizer.plan())
+    assert all(row.form == "mini-batch" for row in optimizer.plan())
     optimizer.zero_grad()
     one_step(model.train(), optimizer, x, y)
     assert [(row.source, row.note) for row in optimizer.plan()] == [("sample", ""), ("sample", "")]
+
+
+def test_the_plan_says_what_the_last_refresh_saw() -> None:
+    """The samples of all micro-batches, and the positions of each; nothing before a refresh or without samples."""
+
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.norm, self.head = nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+            self.shift = nn.Parameter(torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(self.table(x) + self.shift).mean(1))
+
+    model = Tokens()
+    optimizer = ngplus.NGPlus(model, update_every=2)
+    assert [row.seen for row in optimizer.plan(batch_size=4)] == [None] * 4
+    for length in (5, 7, 3):
+        model(torch.randint(9, (6, length))).square().mean().backward()
+    with pytest.warns(UserWarning, match="shift: no layer rule covers it"):
+        optimizer.step()
+    seen = {row.name: row.seen for row in optimizer.plan()}
+    assert seen == {"shift": None, "table.weight": (18, 7), "norm.weight": (18, 1), "head.weight": (18, 1)}
+    text = str(optimizer.plan())
+    assert "18 x 7" in text
+    assert "seen: samples x positions of the last refresh" in text
+    assert max(map(len, text.splitlines())) <= 100
+    optimizer.zero_grad()
+    model(torch.randint(9, (6, 5))).square().mean().backward()
+    optimizer.step()  # without a refresh
+    assert optimizer.plan()["table.weight"].seen == (18, 7)
+    model.eval()
+    optimizer.zero_grad()
+    model(torch.randint(9, (6, 5))).square().mean().backward()
+    optimizer.step()
+    assert [row.seen for row in optimizer.plan()] == [None] * 4
+
+
+@pytest.mark.parametrize("kind", [KFAC, SENG])
+def test_the_plans_of_the_baselines_say_what_was_seen(kind: Any) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = kind(model)
+    one_step(model, optimizer, torch.randn(6, 2, 4), torch.randn(6, 2, 3))
+    assert optimizer.plan()[0].seen == (6, 2)
+
+
+def test_columns_that_say_nothing_are_left_out() -> None:
+    model = nn.Linear(4, 3)
+    head = str(ngplus.NGAdam(model).plan()).splitlines()[0].split()
+    assert head == ["parameter", "m", "x", "n", "curvature", "side", "solver", "blocks", "state", "step", "refresh"]
+    head = str(ngplus.NGPlus(model, block_size=2).plan(batch_size=3)).splitlines()[0].split()
+    assert head[4:] == ["curvature", "side", "solver", "blocks", "form", "state", "step", "refresh"]
 
 
 @pytest.mark.parametrize("shape", [(5,), (5, 1, 1), (1, 1, 5), (1, 5), ()])

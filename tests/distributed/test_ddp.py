@@ -226,3 +226,22 @@ def test_graphs_of_unlike_sizes(ranks: Callable[[int], Pool], distribution: str)
     found = ranks(2).run(with_graphs, distribution)
     cases.assert_same_everywhere(found)
     cases.assert_close(found[0], cases.graphs_alone())
+
+
+def seen_by_a_step(rank: int, world: int, distribution: str) -> list[tuple[int, int] | None]:
+    """Two micro-batches on each rank, of other sizes on each."""
+    plain = nn.Sequential(nn.Linear(4, 6), nn.LSTM(6, 3, batch_first=True))
+    net = DistributedDataParallel(plain)
+    optimizer = ngplus.NGPlus(net, distribution=distribution)
+    for rows in (3, 4 + rank):
+        with contextlib.nullcontext() if rows > 3 else net.no_sync():
+            net(torch.randn(rows, 5, 4))[0].square().mean().backward()
+    optimizer.step()
+    return [row.seen for row in optimizer.plan()]
+
+
+@pytest.mark.filterwarnings("ignore:No per-sample curvature")
+@pytest.mark.parametrize("distribution", ["communication", "memory"])
+def test_the_plan_has_the_samples_of_all_ranks(ranks: Callable[[int], Pool], distribution: str) -> None:
+    for seen in ranks(2).run(seen_by_a_step, distribution):
+        assert seen == [(2 * 3 + 4 + 5, 5), None, None]

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.batch import BatchDims
 from ngplus.capture.matrices import ParameterMatrix
-from ngplus.diagnostics.plan import Plan, PlanRow, unless_frozen
+from ngplus.diagnostics.plan import Plan, PlanRow, seen_by, unless_frozen
 from ngplus.optimizers.base import BaseOptimizer
 from ngplus.optimizers.options import check_momentum
 from ngplus.utils.dtensor import many_ranks
@@ -59,6 +59,7 @@ class BaselineOptimizer(BaseOptimizer):
                 groups=matrix.groups,
                 source=matrix.refreshed_from,
                 note=matrix.note,
+                seen=seen_by(matrix, matrix.refreshed_from),
                 **self._row(matrix, self._group(matrix), state, *seen),
             )
             rows.append(unless_frozen(row, matrix, state))

@@ -11,7 +11,7 @@ from torch import Tensor
 from ngplus.capture.layers.base import NotPerSample
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.fisher import products
-from ngplus.fisher.factors import Factors
+from ngplus.fisher.factors import Factors, OnDemand, Rows
 from ngplus.fisher.sketch import Sketch, SketchSpec
 from ngplus.utils.typing import Group
 
@@ -23,6 +23,8 @@ class Accumulator:
     product_sum: list[Tensor] | None = None  # sum_i G_i G_i^T or sum_i G_i^T G_i, as stacks of blocks
     low_rank: list[list[Tensor]] = field(default_factory=list)  # U of each micro-batch, where the sum is U U^T
     samples: int = 0  # samples of all micro-batches
+    positions: int = 0  # the largest number of positions of a sample
+    summed: bool = False  # some samples had their positions added before, and a bound of the rank stands for them
     used: int = 0  # the number of them in S_k
     ranks: int = 1  # processes whose samples are in the sums
 
@@ -34,9 +36,15 @@ class Accumulator:
             matrix.fall_back_at_step(str(reason))
 
     def _take_in(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int) -> None:
-        matrix.seen = (factors.samples, factors.positions)
+        self.positions = max(self.positions, factors.positions)
+        self.summed = self.summed or isinstance(factors, Rows | OnDemand)
         self.samples += factors.samples
         self.add(matrix, factors, group, seed)
+
+    def note_seen(self, matrix: ParameterMatrix) -> None:
+        """Notes for ``plan()`` what this refresh of the matrix saw, once the sums of all ranks are added."""
+        matrix.seen = (self.samples, self.positions)
+        matrix.summed, matrix.ranks = self.summed, self.ranks
 
     def add(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int) -> None:
         """Adds the products of the factors to ``product_sum``, or U to ``low_rank`` if its rank is low."""

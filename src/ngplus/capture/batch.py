@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ngplus.capture import reasons
 from ngplus.capture.sample_axis import tensors
 from ngplus.capture.sample_index import Ragged
 
@@ -151,7 +152,7 @@ class Batch:
         if self.dim is None:
             return 1
         if self.ragged and length not in self.ragged:
-            raise NotPerSample(f"sample_index has no entries for its {length} rows")
+            raise NotPerSample(reasons.with_detail(reasons.NO_SAMPLE_INDEX, f"a batch dimension of {length}"))
         if self.ragged:
             return self.ragged[length].samples
         if self.size and length % self.size == 0:

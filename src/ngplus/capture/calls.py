@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ngplus.capture import reasons
 from ngplus.capture.batch import SampleCount
 from ngplus.capture.layers import Batch
 from ngplus.capture.layers.base import Build, Inputs, NotPerSample, has_own_forward
@@ -77,10 +78,10 @@ class BackwardPass:
         self._matrices[id(matrix)] = matrix
         self._samples.add(call.samples)
         if self._call_of.setdefault(id(matrix), call) is not call:
-            matrix.fall_back_at_step("several calls of its module take part in one backward pass")
+            matrix.fall_back_at_step(reasons.SEVERAL_CALLS)
         if len(self._samples) > 1:
             for other in self._matrices.values():
-                other.fall_back_at_step("calls with different numbers of samples take part in one backward pass")
+                other.fall_back_at_step(reasons.UNEQUAL_CALLS)
 
 
 def entry_modules(model: nn.Module, watched: set[nn.Module]) -> dict[nn.Module, None]:
@@ -132,13 +133,13 @@ class PendingGradient:
         if self.grad.numel() == 0:
             return self._empty_factors(batch)
         if self._saved is None:
-            raise NotPerSample("its gradient came twice, of a graph that was not retained")
+            raise NotPerSample(reasons.CAME_TWICE)
         try:
             inputs = self._saved.grad_fn.saved_tensors  # may run a checkpointed forward again, with its hooks
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
-            raise NotPerSample("the input of its module was changed in place") from error
+            raise NotPerSample(reasons.INPUT_CHANGED) from error
         # With tensor parallelism inputs and gradients are sharded by features. All ranks gather them.
         inputs, grad = tuple(None if x is None else whole(x) for x in inputs), whole(self.grad.reshape(self._shape))
         if not matrix.adds_samples:
@@ -152,7 +153,7 @@ class PendingGradient:
 
     def _batch(self) -> Batch:
         """The samples of the output. Raises NotPerSample if they are not known."""
-        found = self._batches.get(self.call.samples, "the number of samples of the model's inputs is not clear")
+        found = self._batches.get(self.call.samples, reasons.SAMPLE_COUNT)
         if isinstance(found, str):
             raise NotPerSample(found)
         return found
@@ -174,7 +175,7 @@ class PendingGradient:
             if not has_own_forward(module):
                 raise
             line = (str(error).splitlines() or [type(error).__name__])[0]
-            raise NotPerSample(f"its module has a forward of its own, which no rule fits: {line}") from error
+            raise NotPerSample(reasons.with_detail(reasons.OWN_FORWARD, line)) from error
 
     def _empty_factors(self, batch: Batch) -> Factors | None:
         """For a layer that got no samples, such as an expert without tokens."""

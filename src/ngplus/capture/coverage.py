@@ -28,7 +28,6 @@ from ngplus.utils.finite import copy_to_host, read_if_on_host
 BLOCK = 8  # rows and columns of a block
 SMALL = 1024  # entries of a matrix up to which all are compared
 MAX_ROWS = 1_000_000  # of a lookup table; larger ones are not checked
-MISSED = "a part of its gradient does not come from calls of its module"
 
 
 class Coverage:
@@ -222,7 +221,7 @@ def _run(size: int, unit: int, numbers: random.Random) -> slice:
 def _fall_back(matrices: list[ParameterMatrix], flags: list[bool]) -> None:
     for matrix, missed in zip(matrices, flags, strict=True):
         if missed:
-            matrix.fall_back_at_step(MISSED)
+            matrix.fall_back_at_step(matrix.uncovered)
 
 
 def _remove(hooks: dict[Any, Any]) -> None:

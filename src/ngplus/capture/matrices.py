@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from ngplus.capture import reasons
 from ngplus.capture.layers import LayerRule, Layout, MatrixSpec, UnknownModuleRule, rule_for
 from ngplus.capture.layers.base import NotPerSample, has_own_forward
 from ngplus.capture.layers.layout import spec_of
@@ -42,11 +43,15 @@ class ParameterMatrix:
         self.own_forward = False  # a module that uses it has its own forward, so coverage is checked at each refresh
         self.armed = False  # a refresh is due at the next step, so hooks record
         self.checked = False  # the captured G_i were found to sum to the gradient
-        self.seen: tuple[int, int] | None = None  # samples and positions of the last refresh
+        self.seen: tuple[int, int] | None = None  # samples (of all ranks) and positions of the last refresh
+        self.summed = False  # the positions were added already
+        self.ranks = 1  # processes whose samples these are
         self.form: str | None = None  # the form of its product
         self.refresh_memory = REFRESH_MEMORY  # bytes that a refresh may take for it
         self.refresh_bytes = 0  # that the last refresh took
-        self.missed = False  # the last refresh captured nothing, and used the mini-batch gradient
+        self.missed = ""  # why the last refresh captured nothing, and used the mini-batch gradient
+        self.double_backward = False  # a backward pass since the last step had create_graph=True
+        self.not_captured = ""  # why nothing was captured since the last step; "" if its modules were not called
         self.reason = ""  # why the source is, or will be, "batch"
         self.estimate: Any = None  # L of this step's refresh, for NGPlus.curvature() until the next step
         self.fixed_partition: BlockPartition | None = None  # overrides the options of the parameter group
@@ -54,6 +59,7 @@ class ParameterMatrix:
         self.managed: list[Any] = []  # FSDP2's record of each parameter: in the graph other tensors replace them
         self.adds_samples = True  # this rank counts the samples that it captures
         self.captured_jointly = False  # other ranks capture the same samples together with this one
+        self._shapes: list[torch.Size] = []
         self.update_layout()
 
     @property
@@ -61,8 +67,18 @@ class ParameterMatrix:
         return self.names[0]
 
     def update_layout(self) -> bool:
-        """Reads which parameters are trained, and their dtype and device. Returns True if that has changed."""
+        """Reads which parameters are trained, and their dtype and device. Returns True if that has changed.
+
+        RuntimeError if a parameter that is trained has another shape than when the matrix was made.
+        """
         active = tuple(p.requires_grad for p in self.params)
+        for name, param, shape in zip(self.names, self.params, self._shapes, strict=False):
+            if param.shape != shape and param.requires_grad:
+                raise RuntimeError(
+                    f"Parameter {name!r} had the shape {tuple(shape)} when the optimizer was made, and has "
+                    f"{tuple(param.shape)} now, as after resize_token_embeddings(): make the optimizer anew"
+                )
+        self._shapes += [param.shape for param in self.params[len(self._shapes) :]]
         current = (active, self.params[0].dtype, self.params[0].device)
         if current == getattr(self, "_current", None):
             return False
@@ -83,8 +99,12 @@ class ParameterMatrix:
     @property
     def note(self) -> str:
         """Why that is "batch"."""
-        missed = "no gradient was captured: see train() and the graph of the loss"
-        return self.reason or (missed if self.missed else "")
+        return self.reason or self.missed
+
+    @property
+    def uncovered(self) -> str:
+        """Why the captured G_i do not sum to the gradient."""
+        return reasons.DOUBLE_BACKWARD if self.double_backward else reasons.OTHER_USES
 
     def fall_back(self, reason: str) -> None:
         """Uses the curvature of the mini-batch gradient from now on."""
@@ -98,9 +118,8 @@ class ParameterMatrix:
     def note_refresh_bytes(self, number: int) -> None:
         """Raises NotPerSample if a refresh would take more bytes than it may."""
         if number > self.refresh_memory:
-            raise NotPerSample(
-                f"a refresh would take {number:,} bytes for it, and refresh_memory is {self.refresh_memory:,}"
-            )
+            sizes = f"{number:,} bytes, and it is {self.refresh_memory:,}"
+            raise NotPerSample(reasons.with_detail(reasons.TOO_LARGE, sizes))
         self.refresh_bytes = number
 
     @property
@@ -235,16 +254,21 @@ def collect(model: nn.Module | None, params: Mapping[nn.Parameter, str]) -> tupl
             for index, spec in enumerate(unknown.matrices(module)):
                 bind(module, unknown, index, spec, "vmap")
     in_model = set(params if model is None else model.parameters())
+    scripted = {
+        param
+        for module in (model.modules() if model is not None else ())
+        if isinstance(module, torch.jit.ScriptModule)
+        for param in module.parameters()
+    }
     owners = {p: module for module in ([] if model is None else model.modules()) for p in module._parameters.values()}
     for param, name in params.items():
         if param not in of_param:
             matrices.append(lone_matrix(name, param, owners.get(param)))
-            matrices[-1].reason = (
-                "no layer rule covers it" if param in in_model else "it is no parameter of the model that was given"
-            )
+            uncovered = reasons.SCRIPTED if param in scripted else reasons.NO_RULE
+            matrices[-1].reason = uncovered if param in in_model else reasons.NOT_IN_MODEL
             of_param[param] = (matrices[-1], 0)
     for param in clashes:
-        of_param[param][0].fall_back("its modules use it in layouts that do not agree")
+        of_param[param][0].fall_back(reasons.LAYOUTS_DIFFER)
     uses = [use for use in uses if use.matrix.source != "batch"]
     order = {param: i for i, param in enumerate(params)}
     matrices.sort(key=lambda matrix: min(order[p] for p in matrix.params))

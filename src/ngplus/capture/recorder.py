@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from ngplus.capture import reasons
 from ngplus.capture.autograd import hook_target, in_backward, in_functional_call, is_batched, reaches_parameters
 from ngplus.capture.batch import BatchDims, SampleCount, modules_with_given_dim, sample_dims
 from ngplus.capture.calls import BackwardPass, Batches, ForwardCall, PendingGradient, calls_in_progress, entry_modules
@@ -37,7 +38,7 @@ from ngplus.fisher.factors import Factors, join
 from ngplus.utils.compiled import CompiledCalls, uncompiled
 from ngplus.utils.weak import weak_method
 
-OUTSIDE: Batches = {None: "its module was called outside of a call of the model"}
+OUTSIDE: Batches = {None: reasons.OUTSIDE}
 Sink = Callable[[ParameterMatrix, Factors], None]
 
 
@@ -103,6 +104,8 @@ class Recorder:
 
         before, after = weak_method(self._before_forward), weak_method(self._after_forward)
         for module in self._entries:  # the samples of a call are those of the inputs of its outermost module
+            if isinstance(module, torch.jit.ScriptModule):  # the model itself, which then has no uses
+                continue
             self._handles += [
                 module.register_forward_pre_hook(Hook(this, before), with_kwargs=True, prepend=True),
                 module.register_forward_hook(Hook(this, after), always_call=True),
@@ -162,8 +165,10 @@ class Recorder:
         self._flush_all()
 
     def complaint(self) -> str:
-        """Returns the warning about ``sample_index`` after ``flush``; "" for none."""
-        return self._sample_index.complaint()
+        """Returns the warning about ``sample_index`` after ``flush``; "" for none, and where the reasons say it."""
+        text = self._sample_index.complaint()
+        told = any(reasons.without_detail(matrix.reason) == reasons.NO_SAMPLE_INDEX for matrix in self._matrices)
+        return "" if told else text
 
     # ------------------------------------------------------------------------------------------ forward
 
@@ -249,9 +254,15 @@ class Recorder:
         if not matrix.armed or matrix.source == "batch" or not any(matrix.active):
             return False
         if self._model() is not None and not self._records_in_this_mode():
+            matrix.not_captured = matrix.not_captured or reasons.EVAL
             return False
         if torch.is_grad_enabled():
-            return not in_functional_call()
+            if in_functional_call():
+                matrix.not_captured = matrix.not_captured or reasons.FUNCTIONAL
+                return False
+            matrix.not_captured = reasons.NOT_REACHED
+            return True
+        matrix.not_captured = matrix.not_captured or reasons.NO_GRAD
         call = self._call  # read once: another thread's call may end in between
         if call is not None and not in_backward():
             call.no_grad_uses[id(matrix)] += 1
@@ -282,9 +293,8 @@ class Recorder:
         if call.ragged:
             lengths = [x.shape[d] for d in {0, 1, dim} if d < x.dim()]
             if not any(length in call.ragged for length in lengths):
-                return {
-                    call.samples: f"sample_index has no entries for its {x.shape[dim] if dim < x.dim() else 1} rows"
-                }
+                size = f"a batch dimension of {x.shape[dim] if dim < x.dim() else 1}"
+                return {call.samples: reasons.with_detail(reasons.NO_SAMPLE_INDEX, size)}
             return {call.samples: Batch(dim, call.samples, call.ragged)}
         if call.samples == 0:  # this rank got no samples
             return {0: Batch(dim, 0)}
@@ -301,7 +311,7 @@ class Recorder:
             return
         matrix = use.matrix
         if not is_strided(output, *inputs):
-            matrix.fall_back_at_step("its module takes or gives a sparse or nested tensor")
+            matrix.fall_back_at_step(reasons.NOT_STRIDED)
             return
         call = self._current_call()
         # Made before the return below: a checkpoint has to save the same tensors when it runs again.
@@ -320,6 +330,7 @@ class Recorder:
 
         def arrive(grad: Tensor) -> None:
             recorder = this()
+            matrix.double_backward = matrix.double_backward or torch.is_grad_enabled()  # create_graph=True
             if recorder is not None and matrix.armed and not is_batched(grad) and reaches_parameters(matrix):
                 recorder._arrive(pending, grad)
 
@@ -376,6 +387,7 @@ class Recorder:
             for uses in by_call.values():
                 for factors in join(uses):
                     self._sink(matrix, factors)
+                    matrix.not_captured = reasons.ZEROED  # if it is dropped until the step
 
     def enter_backward(self) -> None:
         """Runs once for each outermost backward pass, before its first gradient is used."""

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ngplus.capture import axis_indexing as axis_indexing  # registers its rules
-from ngplus.capture import axis_layers, axis_rules
+from ngplus.capture import axis_layers, axis_rules, reasons
 from ngplus.capture.batch import Batch
 from ngplus.capture.sample_axis import RULES, Location, SampleAxis, UnknownAxis, tensors
 from ngplus.utils.dtensor import is_dtensor
@@ -80,8 +80,8 @@ class SampleTracker(TorchFunctionMode):
         if isinstance(location, SampleAxis):
             return Batch(location.dim, self.samples, {}, location.outer)
         if location is None:
-            return "its input is the same for all samples, or was not made by torch functions"
-        return f"the samples of its input are not known after {location.function}"
+            return reasons.SHARED_INPUT
+        return reasons.with_detail(reasons.ROWS_UNKNOWN, f"after {location.function}")
 
     def mark(self, x: Tensor, location: Location) -> None:
         """Sets where the samples of a tensor are."""

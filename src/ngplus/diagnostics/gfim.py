@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ngplus.capture import reasons
 from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.batch import BatchDims
 from ngplus.capture.matrices import ParameterMatrix, collect, named
@@ -21,6 +22,26 @@ from ngplus.utils.validation import choice
 from ngplus.utils.warnings import warn
 
 
+class CurvatureDict(dict[str, Curvature]):
+    """The curvature of each parameter by its name: what :func:`ngplus.gfim` returns.
+
+    Attributes:
+        sources: where each comes from, as in :class:`ngplus.PlanRow`: "sample", "vmap", or "batch", the product of the
+            mini-batch gradient.
+        notes: why that is "batch", for each parameter of which it is.
+
+    Examples:
+        >>> found = ngplus.gfim(nn.GRU(3, 2), lambda y, _: y[0].square().mean(), torch.randn(4, 5, 3), None)
+        >>> set(found.sources.values()), found.notes["bias_ih_l0"]
+        ({'batch'}, 'its module has several outputs: GRU')
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
+
+
 def gfim(
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Tensor],
@@ -31,11 +52,11 @@ def gfim(
     loss_reduction: str = "mean",
     batch_dim: BatchDims = 0,
     sample_index: SampleIndex | None = None,
-) -> dict[str, Curvature]:
+) -> CurvatureDict:
     """The exact L or R of each parameter on one batch: ``loss_fn(model(inputs), targets)``.
 
     Does not change any ``.grad``. A bias has the same entry as its weight. Parameters without per-sample factors get
-    the product of their mini-batch gradient.
+    the product of their mini-batch gradient; the attribute ``sources`` of the result, a dict, says which.
 
     Examples:
         >>> model, x = nn.Linear(3, 2), torch.randn(5, 3)
@@ -44,6 +65,8 @@ def gfim(
         ['bias', 'weight']
         >>> found["weight"].side, tuple(found["weight"].matrix.shape)
         ('left', (2, 2))
+        >>> found.sources
+        {'weight': 'sample', 'bias': 'sample'}
 
     Args:
         model: the module, in the mode, train or eval, that it is in.
@@ -62,10 +85,14 @@ def gfim(
         "side": side, "block_size": None, "samples": None, "sketch": None, "solver": "dense", "curvature": "sample",
         "loss_reduction": loss_reduction,
     }  # fmt: skip
-    gathered: dict[int, Accumulator] = {}
+    gathered: dict[int, Accumulator] = {}  # by id of the matrix, as the two below
+    captured: dict[int, list[Tensor]] = {}  # sum_i G_i of each part, to find uses that were not captured
+    tolerances: dict[int, float] = {}
 
     def sink(matrix: ParameterMatrix, factors: Factors) -> None:
         gathered.setdefault(id(matrix), Accumulator()).take_in(matrix, factors, group, seed=0)
+        captured.setdefault(id(matrix), []).append(factors.gradient_sum(matrix.dtype))
+        tolerances[id(matrix)] = 5e-2 if factors.half_precision else tolerances.get(id(matrix), 1e-3)
 
     capture = Recorder(model, uses, sink, batch_dim, sample_index=sample_index)
     capture.in_eval = True
@@ -85,18 +112,26 @@ def gfim(
     finally:
         capture.remove()
     of_param = dict(zip(params, grads, strict=True))
-    result: dict[str, Curvature] = {}
+    result = CurvatureDict()
     for matrix in matrices:
         taken, partition = matrix.side(side), matrix.partition_of(group)
-        if id(matrix) in gathered and matrix.source != "batch":
-            estimate = curvatures.per_sample(gathered[id(matrix)], group, partition)
+        found = [of_param[p] for p in matrix.active_params]
+        filled = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(matrix.params, found, strict=True)]
+        gradient = matrix.layout.join(filled).to(matrix.dtype)
+        sums = gathered.get(id(matrix))
+        if sums is None:
+            matrix.missed = matrix.not_captured or reasons.NOT_CALLED
+        elif matrix.source != "batch":
+            missed = torch.linalg.vector_norm(gradient - torch.stack(captured[id(matrix)]).sum(0))
+            if bool(missed > tolerances[id(matrix)] * sums.length()):
+                matrix.fall_back(matrix.uncovered)
+        if sums is not None and matrix.source != "batch":
+            estimate = curvatures.per_sample(sums, group, partition)
         else:
-            found = [of_param[p] for p in matrix.active_params]
-            filled = [
-                torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(matrix.params, found, strict=True)
-            ]
-            estimate = curvatures.mini_batch(matrix, matrix.layout.join(filled).to(matrix.dtype), group, seed=0)
+            estimate = curvatures.mini_batch(matrix, gradient, group, seed=0)
         dense = partition.dense(estimate.dense())
         entry = Curvature(taken, dense[0] if matrix.groups == 1 else dense)
         result.update(dict.fromkeys(matrix.names, entry))
+        result.sources.update(dict.fromkeys(matrix.names, matrix.refreshed_from))
+        result.notes.update(dict.fromkeys(matrix.names if matrix.note else (), matrix.note))
     return result

@@ -34,14 +34,9 @@ from ngplus.preconditioners.ngplus_curvature import read
 from ngplus.utils.warnings import no_such_name
 
 COSTS = ("step_flops", "refresh_flops", "inverse_flops", "wire_bytes", "inverse_bytes", "step_bytes")
-# Columns of the printed table: the attribute and the unit of each heading.
-AMOUNTS = {
-    "state": ("state_bytes", "B"),
-    "step": ("step_flops", "FLOP"),
-    "refresh": ("refresh_flops", "FLOP"),
-    "wire": ("wire_bytes", "B"),
-}
-AMOUNTS_ON_RANKS = {"inverse sent": ("inverse_bytes", "B"), "each step": ("step_bytes", "B")}
+# Columns of the printed table: the attribute of each heading.
+AMOUNTS = {"state": "state_bytes", "step": "step_flops", "refresh": "refresh_flops"}
+AMOUNTS_ON_RANKS = {"wire": "wire_bytes", "inverse sent": "inverse_bytes", "each step": "step_bytes"}
 
 
 @dataclass(frozen=True)
@@ -72,6 +67,9 @@ class PlanRow:
         sparse: the gradients may be sparse; every rank applies the inverse to its rows.
         parameter_bytes: of the parameters themselves.
         refresh_bytes: that the last refresh took for temporary tensors, by an estimate; 0 for mini-batch curvature.
+        seen: in the last refresh, the number of samples, of all micro-batches and ranks, and the largest number of
+            positions of a sample (1 for layers that add them up, as norm layers); None where the curvature is not
+            that of samples, and before the first refresh.
         frozen: no parameter requires a gradient, or has one: nothing is done, and existing state stays.
 
     Examples:
@@ -102,6 +100,7 @@ class PlanRow:
     parameter_bytes: int = 0
     refresh_bytes: int = 0
     frozen: bool = False
+    seen: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -181,22 +180,28 @@ class Plan(Sequence[PlanRow]):
         columns = {**AMOUNTS, **AMOUNTS_ON_RANKS} if on_ranks else AMOUNTS
 
         def amounts(source: PlanRow | Plan) -> list[str]:
-            return [_amount(getattr(source, name), unit) for name, unit in columns.values()]
+            return [_amount(getattr(source, name)) for name in columns.values()]
 
-        table = [["parameter", "m x n", "curvature", "side", "solver", "blocks", "form", *columns]]
+        table = [["parameter", "m x n", "curvature", "seen", "side", "solver", "blocks", "form", *columns]]
         for row in self.rows:
             name = row.name + "".join(f" + {name.rpartition('.')[2]}" for name in row.parameters[1:])
             shape = (f"{row.groups} x " if row.groups > 1 else "") + f"{row.shape[0]} x {row.shape[1]}"
-            table.append([name, shape, row.source, row.side, row.solver, str(row.blocks), row.form, *amounts(row)])
-        blocks = sum(row.blocks for row in self.rows)
-        table.append(["total", "", "", "", "", str(blocks), "", *amounts(self)])
+            seen = "" if row.seen is None else f"{row.seen[0]} x {row.seen[1]}"
+            blocks = str(row.blocks) if row.blocks > row.groups else ""
+            form = "" if row.source == "batch" else row.form
+            table.append([name, shape, row.source, seen, row.side, row.solver, blocks, form, *amounts(row)])
         if on_ranks:
-            for line, owner in zip(table, ["owner", *(str(row.owner) for row in self.rows), ""], strict=True):
+            for line, owner in zip(table, ["owner", *(str(row.owner) for row in self.rows)], strict=True):
                 line.append(owner)
-        text = aligned(table)
+        filled = [len(self) == 0 or any(column[1:]) for column in zip(*table, strict=True)]
+        total = ["total", *[""] * 7, *amounts(self), *[""] * on_ranks]
+        text = aligned([[cell for cell, kept in zip(line, filled, strict=True) if kept] for line in [*table, total]])
         rule = "-" * max(map(len, text))
+        seen = "seen: samples x positions of the last refresh; " if filled[3] else ""
+        in_bytes = ", ".join(name for name in columns if name not in ("step", "refresh"))
+        legend = f"{seen}step, refresh: FLOPs; {in_bytes}: bytes"
         notes = [f"{row.name}: {row.note}" for row in self.rows if row.note]
-        return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], *notes])
+        return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], legend, *notes])
 
 
 Entry = tuple[ParameterMatrix, dict[str, Any], dict[str, Any], Distributor | None]
@@ -217,7 +222,7 @@ def unless_frozen(row: PlanRow, matrix: ParameterMatrix, state: Mapping[str, Any
     if any(param.requires_grad or param.grad is not None for param in matrix.params):
         return row
     changes: dict[str, Any] = {**dict.fromkeys(("source", "side", "solver"), "none"), **dict.fromkeys(COSTS, 0)}
-    return replace(row, **changes, form="", state_bytes=state_bytes(state), note="frozen", frozen=True)
+    return replace(row, **changes, form="", state_bytes=state_bytes(state), note="frozen", frozen=True, seen=None)
 
 
 def _row(
@@ -236,6 +241,8 @@ def _row(
     partition = matrix.partition_of(group)
     source = "batch" if group["curvature"] == "batch" else matrix.refreshed_from
     samples, kappa = matrix.seen or (batch_size or 0, positions)
+    if matrix.seen is not None:
+        samples //= matrix.ranks  # those of this rank
     width = 8 if matrix.params[0].element_size() == 8 else 4
     rank = samples * min(kappa, other)
     touched = min(other, samples * kappa) if matrix.sparse and side == "right" and samples else other
@@ -292,7 +299,15 @@ def _row(
         sparse=matrix.sparse,
         parameter_bytes=sum(p.numel() * p.element_size() for p in matrix.params),
         refresh_bytes=0 if source == "batch" else matrix.refresh_bytes,
+        seen=seen_by(matrix, source),
     )
+
+
+def seen_by(matrix: ParameterMatrix, source: str) -> tuple[int, int] | None:
+    """Samples and positions of the last refresh, where its curvature is that of samples."""
+    if matrix.seen is None or source not in ("sample", "vmap"):
+        return None
+    return matrix.seen[0], 1 if matrix.summed else matrix.seen[1]
 
 
 def _solver_costs(
@@ -320,9 +335,10 @@ def state_bytes(state: Mapping[str, Any]) -> int:
     return sum(value.numel() * value.element_size() for value in tensors)
 
 
-def _amount(number: float, unit: str) -> str:
+def _amount(number: float) -> str:
+    """With three digits or so: 980, 9.8k, 98k, 980k."""
     for prefix in ("", "k", "M", "G"):
-        if number < 1000:
-            return f"{number:.0f} {prefix}{unit}" if prefix == "" else f"{number:.1f} {prefix}{unit}"
+        if number < 999.5:
+            return f"{number:.{1 if prefix and number < 9.95 else 0}f}{prefix}"
         number /= 1000
-    return f"{number:.1f} T{unit}"
+    return f"{number:.1f}T"

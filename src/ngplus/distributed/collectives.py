@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ngplus.capture import reasons
 from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.collector import Collector
 from ngplus.capture.matrices import ParameterMatrix
@@ -180,7 +181,9 @@ def reduce_curvature(
     distributor.reduce(sums)
     for matrix, s in sums:
         if s.failed and matrix.source != "batch":
-            matrix.fall_back(matrix.reason or "another rank has no per-sample curvature for it")
+            matrix.fall_back(matrix.reason or reasons.OTHER_RANK)
+        if s.gathered.used and not s.failed:
+            s.gathered.note_seen(matrix)
         if s.failed or not s.gathered.used or not distributor.has_curvature(matrix):
             collector.take(matrix)
     return [matrix for matrix, s in sums if s.gathered.used and not s.failed]

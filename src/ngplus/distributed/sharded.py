@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
+from ngplus.capture import reasons
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.distributed.collectives import Distributor, MatrixSum, RankGroup, Traffic, assign, cost_of
 from ngplus.utils.dtensor import is_dtensor, local
@@ -260,5 +261,5 @@ def sharded_distributors(
         by_mesh.setdefault(kinds.pop(), []).append(matrix)
         matrix.managed = [managed[p][1] for p in matrix.params if p in managed]
         if matrix.source == "vmap":
-            matrix.fall_back("its parameters are sharded, and no layer rule covers it")
+            matrix.fall_back(reasons.SHARDED)
     return [ShardedDistributor(mesh, data, each, groups, old_owners, ranks) for (mesh, data), each in by_mesh.items()]

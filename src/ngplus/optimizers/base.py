@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ngplus.capture import reasons
 from ngplus.capture.collector import Collector
 from ngplus.capture.layers.base import no_mixed_precision
 from ngplus.capture.matrices import ParameterMatrix
@@ -25,6 +26,7 @@ from ngplus.utils.finite import RefreshStatus, keep_last_good, norms_of, read_if
 from ngplus.utils.typing import State
 from ngplus.utils.warnings import warn
 
+REASONS_SHOWN = 3  # in a warning, which has a line for each
 Directions = dict[nn.Parameter, Tensor]
 
 
@@ -154,14 +156,18 @@ class BaseOptimizer(MatrixOptimizer):
         if not updates:
             return
         self._faults.fetch()
+        self._warn_replaced()
         uncovered: list[ParameterMatrix] = []
         for update in updates:
             matrix, captures = update.matrix, self._captures(update.group)
             gathered = collector.take(matrix)
-            matrix.missed = gathered is None and captures and not self._initialising
+            nothing = gathered is None and captures and not self._initialising
+            matrix.missed = matrix.not_captured or reasons.NOT_CALLED if nothing else ""
             if captures and (matrix.source == "batch" or gathered is None):
                 uncovered.append(matrix)
                 gathered = None
+            if gathered is not None:
+                gathered.note_seen(matrix)
             held, status = dict(update.state), RefreshStatus(may_wait=self._faults.needs_help(matrix.name))
             update.preconditioner.refresh(update, gathered, status)
             self._conclude(update.preconditioner, held, status)
@@ -264,25 +270,49 @@ class BaseOptimizer(MatrixOptimizer):
         """
         return self._faults.health()
 
+    def _warn_replaced(self) -> None:
+        """Warns once of parameters that are no longer in the model, which has others by their names. The optimizer may
+        be meant to have the rest only, so this is no error. What FSDP2 manages is replaced by FSDP2 in every pass."""
+        if self._warned_of_replaced or self._model is None:
+            return
+        now = dict(self._model.named_parameters(remove_duplicate=False))
+        present = set(now.values()).union(*(m.params for m in self._matrices if m.managed))
+        gone = [name for param, name in self._names.items() if param.requires_grad and param not in present]
+        replaced = [name for name in gone if name in now and now[name].requires_grad and now[name] not in self._names]
+        if replaced:
+            self._warned_of_replaced = True
+            warn(
+                f"The model has other parameters in place of {_some(replaced)} than when the optimizer was made, and "
+                "the optimizer does not train them: make it anew, or add them with add_param_group()"
+            )
+
     def _warn_uncovered(self, uncovered: list[ParameterMatrix]) -> None:
         """Warns once, until the parameters change, of those without per-sample curvature."""
         if self._warned or self._initialising or not uncovered:
             return
         self._warned = True
-        by_reason: dict[str, list[str]] = {}
+        by_reason: dict[str, list[ParameterMatrix]] = {}
         for matrix in uncovered:
-            by_reason.setdefault(matrix.note, []).append(matrix.name)
-        shown = [f"{_some(names)} ({reason})" for reason, names in by_reason.items()]
+            by_reason.setdefault(reasons.without_detail(matrix.note), []).append(matrix)
+        groups = sorted(by_reason.items(), key=lambda item: len(item[1]), reverse=True)
+        shown = groups if len(groups) <= REASONS_SHOWN else groups[: REASONS_SHOWN - 1]
+        lines = [f"{_some([m.name for m in group])}: {_common(group, reason)}" for reason, group in shown]
+        if rest := groups[len(shown) :]:
+            lines.append(f"{sum(len(group) for _, group in rest)} more, for {len(rest)} other reasons")
         warn(
-            f"No per-sample curvature for {_some(shown, '; ', 'reasons')}. Mini-batch curvature is used for them. "
-            "plan() lists all, and the page on trouble-shooting of the documentation explains each reason"
+            "No per-sample curvature for " + "\n  and for ".join(lines) + "\nThey have mini-batch curvature. plan() "
+            "lists them, and docs/troubleshooting.md explains the reasons"
         )
 
 
-def _some(items: Sequence[str], separator: str = ", ", what: str = "matrices") -> str:
-    """The first three, and how many there are beyond."""
-    rest = len(items) - 3
-    return separator.join(items[:3]) + (f" and {rest} more {what}" if rest > 0 else "")
+def _some(names: Sequence[str]) -> str:
+    """The first two, and how many there are beyond."""
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+
+def _common(group: Sequence[ParameterMatrix], reason: str) -> str:
+    """The reason of these matrices, with its detail where they have the same."""
+    return group[0].note if len({matrix.note for matrix in group}) == 1 else reason
 
 
 def is_zero(lr: float | Tensor) -> bool:

@@ -118,7 +118,7 @@ class MatrixOptimizer(Optimizer):
         if self._collector is not None:
             self._collector.remove()
         self._faults = self.__dict__.get("_faults") or FaultCounter()
-        self._warned = False
+        self._warned = self._warned_of_replaced = False
         in_model = named(self._model.named_parameters(remove_duplicate=False)) if self._model is not None else {}
         names: dict[nn.Parameter, str] = {}
         for g, group in enumerate(self.param_groups):
@@ -246,6 +246,7 @@ class MatrixOptimizer(Optimizer):
     def _arm(self) -> None:
         self._armed_by = self._arming_options()
         for matrix in self._matrices:
+            matrix.not_captured, matrix.double_backward = "", False
             group = self._group(matrix)
             matrix.armed = self._captures(group) and matrix.source != "batch" and self._due(matrix)
             matrix.refresh_memory = group.get("refresh_memory", REFRESH_MEMORY)

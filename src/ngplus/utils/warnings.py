@@ -5,7 +5,11 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
@@ -14,6 +18,17 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and _inside(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+@contextmanager
+def no_vmap_warnings() -> Iterator[None]:
+    """Disables torch's warning of operations that vmap has to run sample by sample, and no other."""
+    functorch: Any = torch._C._functorch
+    functorch._set_vmap_fallback_warning_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_warning_enabled(True)
 
 
 def no_such_name(name: str, known: Iterable[str], where: str) -> str:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ngplus.capture import reasons
 from ngplus.capture.batch import Batch
 from ngplus.capture.layers.base import Active, Build, Inputs, LayerRule, has_own_forward, register_layer
 from ngplus.capture.layers.hooks import Watcher
@@ -61,9 +62,9 @@ class MultiheadAttentionRule(LayerRule):
                 return None
             for i, spec in enumerate(specs):
                 if module._backward_hooks or module._backward_pre_hooks:
-                    watcher.refuse(i, "its module has backward hooks")
+                    watcher.refuse(i, reasons.BACKWARD_HOOKS)
                 elif not all(_is_registered(module, name) for name in spec.names):
-                    watcher.refuse(i, "a projection of its module is not a parameter")
+                    watcher.refuse(i, reasons.PROJECTION)
             given: dict[str, Any] = {**dict(zip(("query", "key", "value"), args[:3], strict=False)), **kwargs}
             inputs = [given.pop(name, None) for name in ("query", "key", "value")]
             if not all(isinstance(x, Tensor) and not x.is_nested for x in inputs):

@@ -24,8 +24,8 @@ tensor to [samples, positions, features]. The left side, L = 1/S sum_i G_i G_i^T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -157,17 +157,6 @@ def _registered_class(module: nn.Module) -> type[Any] | None:
 
 def _dotted_name(cls: type[Any]) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-@contextmanager
-def without_vmap_warnings() -> Iterator[None]:
-    """Disables the warnings of ``torch.vmap`` about functions that it runs sample by sample."""
-    functorch: Any = torch._C._functorch
-    functorch._set_vmap_fallback_warning_enabled(False)
-    try:
-        yield
-    finally:
-        functorch._set_vmap_fallback_warning_enabled(True)  # torch has no function to read it; this is its default
 
 
 def no_mixed_precision(device: torch.device) -> AbstractContextManager[object]:

@@ -19,11 +19,13 @@ from torch.func import vjp, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ngplus.capture import reasons
 from ngplus.capture.batch import Batch
-from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample, has_own_forward, without_vmap_warnings
+from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample, has_own_forward
 from ngplus.capture.layers.layout import Layout, MatrixSpec, kind_of
 from ngplus.fisher.factors import Factors, OnDemand, widen
 from ngplus.fisher.factors.base import Samples
+from ngplus.utils.warnings import no_vmap_warnings
 
 if TYPE_CHECKING:
     from ngplus.capture.layers.hooks import Watcher
@@ -34,8 +36,6 @@ SCALING = {"mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "divi
 
 
 Functions = Mapping[Callable[..., Any], Sequence[str]]
-
-SEVERAL = "its module gives its parameters to several functions"
 
 
 class WeightRule(LayerRule):
@@ -137,7 +137,7 @@ class ForwardCalls(TorchFunctionMode):
             return self._call(given, weight, bias, out)
         name = str(getattr(func, "__name__", ""))
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
-            self._reason = "its module changes in place what it computes from its parameters"
+            self._reason = reasons.COMPUTED_IN_PLACE
         results = [(i, x) for i, x in enumerate(pytree.tree_leaves(out)) if isinstance(x, Tensor) and x.requires_grad]
         if results:
             leaves = [x if made is None else made for x, made in zip(leaves, origins, strict=True)]
@@ -154,9 +154,9 @@ class ForwardCalls(TorchFunctionMode):
         """Records a call of the rule's function."""
         own = self._specs[0].names
         if weight is None:
-            self._reason = "its weight is not computed by torch functions"
+            self._reason = reasons.NOT_BY_FUNCTIONS
         elif self._recorded or (bias is not None and bias.by not in own[1:]):
-            self._reason = SEVERAL
+            self._reason = reasons.SEVERAL_FUNCTIONS
         if weight is None or self._reason:
             return output
         self._recorded = True
@@ -174,9 +174,9 @@ class ForwardCalls(TorchFunctionMode):
         """Refuses what is not certain, at the end of the forward."""
         if not self._recorded and not self._reason:
             names = " or ".join(dict.fromkeys(function.__name__ for function in self._rule.functions))
-            self._reason = f"its module has a forward of its own, which does not give its weight to {names}"
+            self._reason = reasons.with_detail(reasons.OWN_FORWARD, f"it does not give its weight to {names}")
         elif any(id(x) in self._made for x in pytree.tree_leaves(output)):
-            self._reason = self._reason or SEVERAL
+            self._reason = self._reason or reasons.SEVERAL_FUNCTIONS
         for i in range(len(self._specs)):
             if self._reason and self._watcher.recording(i):
                 self._watcher.refuse(i, self._reason)
@@ -203,9 +203,9 @@ class _Path:
     def check(self) -> None:
         """Raises NotPerSample if V is not a function of parameters and constants alone."""
         if [x._version for x in self._constants] != self._versions:
-            raise NotPerSample("a tensor that its weight is computed with was changed in place")
+            raise NotPerSample(reasons.COMPUTED_IN_PLACE)
         if any(x.requires_grad and not x.is_leaf for x in self._constants):
-            raise NotPerSample("its weight depends on other tensors than its parameters")
+            raise NotPerSample(reasons.COMPUTED_FROM_OTHERS)
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
         """Computes V."""
@@ -258,7 +258,7 @@ class _Build:
         name = spec.names[0]
         self._path.check()
         if name not in self._path.names:
-            raise NotPerSample("its weight is computed from other parameters")
+            raise NotPerSample(reasons.COMPUTED_FROM_OTHERS)
         if not active[0]:
             return self._of_weight(x, grad, (False, with_bias), batch)
         of_weight = self._rule.matrices(self._module)[0].kinds[0]
@@ -290,9 +290,9 @@ def _pull_back(path: _Path, module: nn.Module, name: str, weight: Tensor) -> Cal
         found, pull = pair
     except Exception as error:  # whatever torch.func does not support
         line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise NotPerSample(f"the derivative of its weight is not known: {line}") from error
+        raise NotPerSample(reasons.with_detail(reasons.NO_DERIVATIVE, line)) from error
     if found.shape != weight.shape or bool((found - weight).norm() > 1e-3 * weight.norm()):
-        raise NotPerSample("its weight is computed by functions that do not give the same result again")
+        raise NotPerSample(reasons.RANDOM_WEIGHT)
     return lambda grad: pull(grad.to(found.dtype))[0]
 
 
@@ -321,7 +321,7 @@ class _PulledBack:
 
         of_weight = grads[..., : self._before.cols]
         try:
-            with without_vmap_warnings():
+            with no_vmap_warnings():
                 found = vmap(one, in_dims=1, out_dims=1)(of_weight)
         except RuntimeError:  # a function whose derivative vmap does not support
             found = torch.stack([one(grad) for grad in of_weight.unbind(1)], dim=1)

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ngplus.capture import reasons
 from ngplus.capture.batch import Batch
-from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample, register_layer
+from ngplus.capture.layers.base import Active, Inputs, NotPerSample, register_layer
 from ngplus.capture.layers.computed import Functions, WeightRule, with_sources
 from ngplus.capture.layers.layout import MatrixSpec
 from ngplus.fisher.factors import Bags, Factors, Lookup, as_lookup, tensor_version
@@ -63,7 +64,7 @@ class EmbeddingRule(WeightRule):
             grad = grad * weight[..., None]
         index = index.expand(grad.shape[:-1]).long()
         if batch.dim == 0 and batch.size and (index.dim() == 0 or len(index) not in {batch.size, *batch.ragged}):
-            raise NotPerSample("its index has no batch dimension")
+            raise NotPerSample(reasons.SHARED_INDEX)
         return Lookup(batch.fold(index, 0), batch.fold(grad), module.num_embeddings)
 
 
@@ -118,7 +119,7 @@ class ForAllSamples(Tensor):
         return out
 
 
-def _entry_weights(module: nn.Embedding | nn.EmbeddingBag, index: Tensor, dtype: torch.dtype) -> Tensor | None:
+def _entry_weights(module: Any, index: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Returns what torch multiplies each entry's gradient by: 0 for padding, 1 / frequency; None for 1."""
     weight = None if module.padding_idx is None else (index != module.padding_idx).to(dtype)
     if module.scale_grad_by_freq:
@@ -129,7 +130,7 @@ def _entry_weights(module: nn.Embedding | nn.EmbeddingBag, index: Tensor, dtype:
 
 
 @register_layer(nn.EmbeddingBag)
-class EmbeddingBagRule(LayerRule):
+class EmbeddingBagRule(WeightRule):
     """Supports the modes sum and mean, ``offsets``, ``per_sample_weights``, ``padding_idx`` and ``sparse``. Several
     bags of one sample, one after the other, are joined. The mode max gets mini-batch curvature.
 
@@ -140,9 +141,27 @@ class EmbeddingBagRule(LayerRule):
     """
 
     looks_up = True
+    functions: ClassVar[Functions] = {
+        F.embedding_bag: (
+            "input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse",
+            "per_sample_weights", "include_last_offset", "padding_idx",
+        )
+    }  # fmt: skip
 
     def matrices(self, module: Any) -> list[MatrixSpec]:
-        return [] if module.mode == "max" else [MatrixSpec(("weight",), ("rows",))]
+        return [] if module.mode == "max" else with_sources(module, MatrixSpec(("weight",), ("rows",)))
+
+    def options(self, given: Mapping[str, Any]) -> Any:
+        rows, padding = len(given["weight"]), given.get("padding_idx")
+        return SimpleNamespace(
+            num_embeddings=rows,
+            padding_idx=None if padding is None else padding % rows,
+            scale_grad_by_freq=given.get("scale_grad_by_freq", False),
+            mode=given.get("mode", "mean"),
+            include_last_offset=given.get("include_last_offset", False),
+            offsets=given.get("offsets"),
+            per_sample_weights=given.get("per_sample_weights"),
+        )
 
     def inputs(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
         names = ("input", "offsets", "per_sample_weights")
@@ -150,8 +169,13 @@ class EmbeddingBagRule(LayerRule):
         return tuple(given.get(name) for name in names)
 
     def factors(self, module: Any, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
-        index, offsets, weights = inputs
+        if len(inputs) == 1:  # of a call of F.embedding_bag
+            index, offsets, weights = inputs[0], module.offsets, module.per_sample_weights
+        else:
+            index, offsets, weights = inputs
         assert index is not None
+        if module.mode == "max":
+            raise NotPerSample(reasons.with_detail(reasons.OWN_FORWARD, "mode 'max'"))
         bags = len(grad)
         if offsets is None:
             bag = torch.arange(bags, device=index.device)[:, None].expand_as(index).flatten()

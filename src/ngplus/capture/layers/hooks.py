@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ngplus.capture import reasons
 from ngplus.capture.layers.base import Build, Inputs
 from ngplus.capture.layers.computed import WeightRule, sources_of
 from ngplus.capture.layers.embedding import ForAllSamples
@@ -72,6 +73,11 @@ class Watcher:
         recorder, use = self._recorder(), self._uses.get(matrix)
         return recorder is not None and use is not None and recorder.recording(use.matrix)
 
+    def armed(self, matrix: int) -> bool:
+        """Returns True if the matrix is due for a refresh at the next step."""
+        use = self._uses.get(matrix)
+        return use is not None and use.matrix.armed
+
     def note_samples(self, matrix: int, output: Any) -> None:
         """Remembers where the samples of an output are, if it is made under no_grad and will be made again."""
         recorder, use = self._recorder(), self._uses.get(matrix)
@@ -104,7 +110,7 @@ class Watcher:
                 recorder.note_samples(use, output)
                 return None
             if isinstance(use.rule, WeightRule) and sources_of(module):
-                self.refuse(matrix, "its weight is computed since the optimizer was made: make the optimizer anew")
+                self.refuse(matrix, reasons.COMPUTED_SINCE)
                 return None
             build = partial(use.rule.factors, module)
             return self.record_call(matrix, module, use.rule.inputs(module, args, kwargs), output, build)
@@ -119,18 +125,17 @@ class Watcher:
             return None
         tensors = [x for x in inputs if x is not None]
         if not tensors or not all(isinstance(x, Tensor) for x in (output, *tensors)):
-            self.refuse(matrix, f"{type(module).__name__} takes or gives what is no tensor")
+            self.refuse(matrix, reasons.with_detail(reasons.NO_TENSOR, type(module).__name__))
             return None
         if not (use.active[0] or use.rule.bias_needs_input):
             inputs = (None,) * len(inputs)
         if not is_strided(output, *inputs):  # before the rule reads them
-            self.refuse(matrix, "its module takes or gives a sparse or nested tensor")
+            self.refuse(matrix, reasons.NOT_STRIDED)
             return None
         adapted = use.rule.adapt(module, inputs, output, recorder.batch(use))
         recorded = adapted
         if isinstance(adapted, ForAllSamples):  # a lookup without a batch dimension
-            reason = "its output, the same for all samples, is used in other ways than to be added"
-            recorded, adapted.on_other_use = adapted.by_sample, partial(self.refuse, matrix, reason)
+            recorded, adapted.on_other_use = adapted.by_sample, partial(self.refuse, matrix, reasons.SHARED_OUTPUT)
             recorder.mark_first_dimension(recorded)
         recorder.record(use, recorded, inputs, build)
         return None if adapted is output else adapted

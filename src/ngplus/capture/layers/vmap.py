@@ -18,13 +18,15 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
+from ngplus.capture import reasons
 from ngplus.capture.batch import Batch
-from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample, without_vmap_warnings
+from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample
 from ngplus.capture.layers.hooks import Watcher
 from ngplus.capture.layers.layout import Layout, MatrixSpec, spec_of
 from ngplus.fisher.factors import Factors, OnDemand
 from ngplus.fisher.factors.base import Samples
 from ngplus.fisher.products import CHUNK_BYTES
+from ngplus.utils.warnings import no_vmap_warnings
 
 ACTIVATIONS = 8  # tensors as large as its inputs and output that a module is taken to need
 
@@ -73,12 +75,12 @@ class UnknownModuleRule(LayerRule):
                 if not watcher.recording(i):
                     continue
                 if changed:
-                    watcher.refuse(i, f"{type(module).__name__} changes its inputs in place")
+                    watcher.refuse(i, reasons.with_detail(reasons.VMAP_IN_PLACE, type(module).__name__))
                 elif len(found) == 1:
                     build = _VmapBuild(module, spec, given, found[0])
                     watcher.record(i, outputs[found[0]], build.tensors(given), build)
                 elif found:
-                    watcher.refuse(i, f"{type(module).__name__} has several outputs")
+                    watcher.refuse(i, reasons.with_detail(reasons.VMAP_OUTPUTS, type(module).__name__))
 
         return [
             module.register_forward_pre_hook(watcher.hook(before), with_kwargs=True),
@@ -116,7 +118,7 @@ class _VmapBuild:
         count = gradient.shape[dim]
         in_dims = [dim if x.dim() > dim and x.shape[dim] == count else None for x in tensors]
         if all(axis is None for axis in in_dims):
-            raise NotPerSample(f"no input of {type(self._module).__name__} shares the batch dimension of its output")
+            raise NotPerSample(reasons.with_detail(reasons.VMAP_NO_BATCH, type(self._module).__name__))
         module, batched = _without_hooks(self._module), batch.dim is not None
 
         def one(x: Tensor) -> Tensor:
@@ -219,13 +221,13 @@ class _VmapGradients:
             state = {name: x.clone() for name, x in self._state.items()}
             varied = {name: state.pop(name) for name in self._names}
             try:
-                with torch.enable_grad(), without_vmap_warnings():
+                with torch.enable_grad(), no_vmap_warnings():
                     found = function(state, varied, inputs, self._gradient.index_select(self._dim, chunk))
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever vmap does not support
                 line = (str(error).splitlines() or [type(error).__name__])[0]
-                raise NotPerSample(f"vmap does not apply: {line}") from error
+                raise NotPerSample(reasons.with_detail(reasons.VMAP_FAILED, line)) from error
             yield found.detach()
 
 
