@@ -35,8 +35,6 @@ SCALING = {"mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "divi
 
 Functions = Mapping[Callable[..., Any], Sequence[str]]
 
-SEVERAL = "its module gives its parameters to several functions"
-
 
 class WeightRule(LayerRule):
     """The rule of a layer with a weight and perhaps a bias, which it gives to one torch function."""
@@ -87,7 +85,8 @@ def _watch_calls(rule: WeightRule, module: nn.Module, watcher: Watcher) -> list[
         calls = stack.pop() if stack else None
         if calls is not None:
             calls.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            calls.conclude(output)
+            if not calls.refused:
+                calls.conclude(output)
 
     return [
         module.register_forward_pre_hook(watcher.hook(before), prepend=True),
@@ -119,12 +118,12 @@ class ForwardCalls(TorchFunctionMode):
         self._specs = rule.matrices(module)
         self._steps: list[_Step] = []
         self._made: dict[int, tuple[_Made, Tensor]] = {}  # by id; with the tensor, so that its id stays in use
-        self._recorded, self._reason = False, ""
+        self._recorded = self.refused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if not torch.is_grad_enabled() or self._reason:
+        if not torch.is_grad_enabled() or self.refused:
             return out
         names = {id(p): name for name, p in self._module.named_parameters()}
         leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -137,7 +136,7 @@ class ForwardCalls(TorchFunctionMode):
             return self._call(given, weight, bias, out)
         name = str(getattr(func, "__name__", ""))
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
-            self._reason = "its module changes in place what it computes from its parameters"
+            self.refuse("its module changes in place what it computes from its parameters")
         results = [(i, x) for i, x in enumerate(pytree.tree_leaves(out)) if isinstance(x, Tensor) and x.requires_grad]
         if results:
             leaves = [x if made is None else made for x, made in zip(leaves, origins, strict=True)]
@@ -154,10 +153,10 @@ class ForwardCalls(TorchFunctionMode):
         """Records a call of the rule's function."""
         own = self._specs[0].names
         if weight is None:
-            self._reason = "its weight is not computed by torch functions"
-        elif self._recorded or (bias is not None and bias.by not in own[1:]):
-            self._reason = SEVERAL
-        if weight is None or self._reason:
+            self.refuse("its weight is not computed by torch functions")
+            return output
+        if self._recorded or (bias is not None and bias.by not in own[1:]):
+            self.refuse("its module gives its parameters to several functions")
             return output
         self._recorded = True
         path = None if weight.by == own[0] else _Path(self._steps, weight)
@@ -172,14 +171,18 @@ class ForwardCalls(TorchFunctionMode):
 
     def conclude(self, output: Any) -> None:
         """Refuses what is not certain, at the end of the forward."""
-        if not self._recorded and not self._reason:
+        if not self._recorded:
             names = " or ".join(dict.fromkeys(function.__name__ for function in self._rule.functions))
-            self._reason = f"its module has a forward of its own, which does not give its weight to {names}"
+            self.refuse(f"its module has a forward of its own, which does not give its weight to {names}")
         elif any(id(x) in self._made for x in pytree.tree_leaves(output)):
-            self._reason = self._reason or SEVERAL
+            self.refuse("its module gives its parameters to several functions")
+
+    def refuse(self, reason: str) -> None:
+        """Makes all matrices of the module use mini-batch curvature; the first reason stays."""
+        self.refused = True
         for i in range(len(self._specs)):
-            if self._reason and self._watcher.recording(i):
-                self._watcher.refuse(i, self._reason)
+            if self._watcher.recording(i):
+                self._watcher.refuse(i, reason)
 
 
 class _Path:
