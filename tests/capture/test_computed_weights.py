@@ -224,6 +224,25 @@ class Dynamic(nn.Linear):
         return F.linear(x, self.weight * x.mean(0).sigmoid(), self.bias)
 
 
+class DynamicConstant(nn.Linear):
+    """As above, without the gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * x.mean(0).sigmoid().detach(), self.bias)
+
+
+class InputToo(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.weight.mean())
+
+
+class InPlaceInput(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x += self.weight[0]
+        return super().forward(x)
+
+
 class InPlace(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight * 1.0
@@ -237,7 +256,7 @@ class ConstantInPlace(nn.Linear):
         self.register_buffer("mask", torch.ones(outputs, inputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.linear(x, self.weight * self.mask.clone().requires_grad_(False), self.bias)
+        out = F.linear(x, self.weight + self.mask, self.bias)
         self.mask.mul_(0.5)
         return out
 
@@ -268,6 +287,10 @@ UNCERTAIN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "bias of its own": (lambda: OwnBias(6, 3), "several functions"),
     "several calls": (lambda: Several(6, 3), "several functions"),
     "dynamic": (lambda: nn.Sequential(nn.Linear(6, 6), Dynamic(6, 3)), "other tensors than its parameters"),
+    "dynamic constant": (lambda: DynamicConstant(6, 3), "other tensors than its parameters"),
+    "input too": (lambda: InputToo(6, 3), "several functions"),
+    "in place, input": (lambda: InPlaceInput(6, 3), "in place"),
+    "constant in place": (lambda: ConstantInPlace(6, 3), "changed in place"),
     "in place": (lambda: InPlace(6, 3), "in place"),
     "custom function": (lambda: Quantized(6, 3), "not computed by torch functions"),
     "matmul": (lambda: ByMatmul(6, 3), "does not give its weight to linear"),
@@ -282,6 +305,25 @@ def test_what_is_not_certain_has_mini_batch_curvature(case: str) -> None:
     row = next(row for row in stepped(model, torch.randn(5, 6)).plan() if row.shape[0] == 3)
     assert row.source == "batch"
     assert reason in row.note
+
+
+def test_an_error_in_the_forward_changes_nothing() -> None:
+    class Failing(EqualizedLinear):
+        fails = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails:
+                raise KeyError("once")
+            return super().forward(x)
+
+    model = Failing(6, 3)
+    optimizer = ngplus.NGPlus(model)
+    with pytest.raises(KeyError):
+        model(torch.randn(5, 6))
+    model.fails = False
+    model(torch.randn(5, 6)).sum().backward()
+    optimizer.step()
+    assert optimizer.plan()["weight"].source == "sample"
 
 
 def test_a_scaled_layer_keeps_its_cheap_form() -> None:

@@ -85,7 +85,7 @@ def _watch_calls(rule: WeightRule, module: nn.Module, watcher: Watcher) -> list[
         calls = stack.pop() if stack else None
         if calls is not None:
             calls.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            if not calls.refused:
+            if not calls.refused and output is not None:  # None after an error
                 calls.conclude(output)
 
     return [
@@ -132,10 +132,8 @@ class ForwardCalls(TorchFunctionMode):
             return out
         if func in self._rule.functions:
             given = dict(zip(self._rule.functions[func], args, strict=False)) | kwargs
-            weight, bias = self._origin(given["weight"], names), self._origin(given.get("bias"), names)
-            return self._call(given, weight, bias, out)
-        name = str(getattr(func, "__name__", ""))
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
+            return self._call(given, {name: self._origin(x, names) for name, x in given.items()}, out)
+        if _is_in_place(str(getattr(func, "__name__", ""))) or kwargs.get("out") is not None:
             self.refuse("its module changes in place what it computes from its parameters")
         results = [(i, x) for i, x in enumerate(pytree.tree_leaves(out)) if isinstance(x, Tensor) and x.requires_grad]
         if results:
@@ -149,17 +147,21 @@ class ForwardCalls(TorchFunctionMode):
             return None
         return _Made(names[id(x)]) if id(x) in names else self._made.get(id(x), (None,))[0]
 
-    def _call(self, given: dict[str, Any], weight: _Made | None, bias: _Made | None, output: Tensor) -> Any:
-        """Records a call of the rule's function."""
-        own = self._specs[0].names
+    def _call(self, given: dict[str, Any], origins: dict[str, _Made | None], output: Tensor) -> Any:
+        """Records a call of the rule's function with these arguments, some of which depend on parameters."""
+        own, weight, bias = self._specs[0].names, origins["weight"], origins.get("bias")
         if weight is None:
             self.refuse("its weight is not computed by torch functions")
             return output
-        if self._recorded or (bias is not None and bias.by not in own[1:]):
+        others = sum(made is not None for made in origins.values()) - 1 - (bias is not None and bias.by in own[1:])
+        if self._recorded or others:
             self.refuse("its module gives its parameters to several functions")
             return output
         self._recorded = True
         path = None if weight.by == own[0] else _Path(self._steps, weight)
+        if path is not None and any(map(self._watcher.depends_on_inputs, path.constants)):
+            self.refuse("its weight depends on other tensors than its parameters")
+            return output
         inputs = (given["input"], None if path is None else given["weight"])
         result: Any = output
         for i in range(len(self._specs)):
@@ -185,6 +187,13 @@ class ForwardCalls(TorchFunctionMode):
                 self._watcher.refuse(i, reason)
 
 
+def _is_in_place(name: str) -> bool:
+    """Is this the name of a torch function that changes its first argument, as ``mul_``, ``__imul__``?"""
+    if name.startswith("__i"):
+        return name not in ("__invert__", "__index__", "__int__")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
 class _Path:
     """How a weight V is computed from parameters: the steps that lead to it."""
 
@@ -200,14 +209,14 @@ class _Path:
             elif by not in self._steps:
                 self._steps[by] = steps[by]
                 open_ends += [x for x in steps[by].leaves if isinstance(x, _Made)]
-        self._constants = [x for step in self._steps.values() for x in step.leaves if isinstance(x, Tensor)]
-        self._versions = [x._version for x in self._constants]
+        self.constants = [x for step in self._steps.values() for x in step.leaves if isinstance(x, Tensor)]
+        self._versions = [x._version for x in self.constants]
 
     def check(self) -> None:
         """Raises NotPerSample if V is not a function of parameters and constants alone."""
-        if [x._version for x in self._constants] != self._versions:
+        if [x._version for x in self.constants] != self._versions:
             raise NotPerSample("a tensor that its weight is computed with was changed in place")
-        if any(x.requires_grad and not x.is_leaf for x in self._constants):
+        if any(x.requires_grad and not x.is_leaf for x in self.constants):
             raise NotPerSample("its weight depends on other tensors than its parameters")
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
