@@ -100,6 +100,23 @@ class Upsampled(nn.ConvTranspose2d):
         return F.conv_transpose2d(x, 2 * self.weight.flip(2), self.bias, self.stride, self.padding)
 
 
+class NormActivation(nn.GroupNorm):
+    """As in BiT."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps).relu()
+
+
+class OneMore(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, 1 + self.weight, self.bias, self.eps)
+
+
+class Halved(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight / 2).tanh()
+
+
 class Masked(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight * torch.ones_like(self.weight).tril(), self.bias)
@@ -146,6 +163,10 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "activated": (lambda: Activated(6, 3), lambda: torch.randn(5, 6)),
     "causal": (lambda: Causal(4, 3, 3), lambda: torch.randn(5, 4, 8)),
     "transposed": (lambda: Upsampled(4, 3, 3, stride=2), images),
+    "norm and activation": (lambda: NormActivation(2, 4), images),
+    "norm, one more": (lambda: OneMore(5), images),
+    "norm of two dimensions, no bias": (lambda: OneMore((6, 5), bias=False), images),
+    "norm, halved": (lambda: Halved(5), images),
     "masked": (lambda: Masked(6, 4), lambda: torch.randn(5, 6)),
     "weight norm": (lambda: weight_norm(nn.Linear(6, 3)), lambda: torch.randn(5, 6)),
     "weight norm, convolution": (lambda: weight_norm(nn.Conv1d(4, 6, 3, groups=2)), lambda: torch.randn(5, 4, 8)),
@@ -190,6 +211,8 @@ def test_a_plain_function_of_the_weight_is_exact(case: str, options: dict[str, A
         lay: Any = ref.grouped(row.groups)
         if case == "transposed":
             lay = ref.transposed(row.groups)
+        elif "norm" in case and "weight" not in case and "spectral" not in case:
+            lay = ref.columns
         grads = [torch.autograd.grad(loss(model(sample[None])), own) for sample in x]
         wanted = ref.gfim(torch.stack([lay(*each) for each in grads]), row.side)
         found = optimizer.curvature(row.name).matrix

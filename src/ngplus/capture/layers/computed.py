@@ -41,6 +41,8 @@ class WeightRule(LayerRule):
 
     #: Those functions, with the names of their arguments, among them "input", "weight" and "bias".
     functions: ClassVar[Functions] = {}
+    #: ``factors`` are linear in the first input, if that has floating point.
+    linear = True
 
     def options(self, given: Mapping[str, Any]) -> Any:
         """What ``factors`` reads from the module, for a call of one of ``functions`` with these arguments."""
@@ -275,7 +277,8 @@ class _Build:
             return self._of_weight(x, grad, (False, with_bias), batch)
         of_weight = self._rule.matrices(self._module)[0].kinds[0]
         scale = None if self._computed else self._path.factor(weight)
-        if scale is not None and x is not None:
+        linear = x is not None and (self._rule.linear or not x.is_floating_point())
+        if scale is not None and x is not None and linear:
             if x.is_floating_point():
                 return self._of_weight(scale.to(x) * x, grad, (True, with_bias), batch)
             return self._of_weight(x, scale.to(grad) * grad, (True, with_bias), batch)
