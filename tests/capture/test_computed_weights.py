@@ -100,6 +100,23 @@ class Upsampled(nn.ConvTranspose2d):
         return F.conv_transpose2d(x, 2 * self.weight.flip(2), self.bias, self.stride, self.padding)
 
 
+class NormActivation(nn.GroupNorm):
+    """As in BiT."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps).relu()
+
+
+class OneMore(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, 1 + self.weight, self.bias, self.eps)
+
+
+class Halved(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight / 2).tanh()
+
+
 class Masked(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight * torch.ones_like(self.weight).tril(), self.bias)
@@ -146,6 +163,10 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "activated": (lambda: Activated(6, 3), lambda: torch.randn(5, 6)),
     "causal": (lambda: Causal(4, 3, 3), lambda: torch.randn(5, 4, 8)),
     "transposed": (lambda: Upsampled(4, 3, 3, stride=2), images),
+    "norm and activation": (lambda: NormActivation(2, 4), images),
+    "norm, one more": (lambda: OneMore(5), images),
+    "norm of two dimensions, no bias": (lambda: OneMore((6, 5), bias=False), images),
+    "norm, halved": (lambda: Halved(5), images),
     "masked": (lambda: Masked(6, 4), lambda: torch.randn(5, 6)),
     "weight norm": (lambda: weight_norm(nn.Linear(6, 3)), lambda: torch.randn(5, 6)),
     "weight norm, convolution": (lambda: weight_norm(nn.Conv1d(4, 6, 3, groups=2)), lambda: torch.randn(5, 4, 8)),
@@ -190,6 +211,8 @@ def test_a_plain_function_of_the_weight_is_exact(case: str, options: dict[str, A
         lay: Any = ref.grouped(row.groups)
         if case == "transposed":
             lay = ref.transposed(row.groups)
+        elif "norm" in case and "weight" not in case and "spectral" not in case:
+            lay = ref.columns
         grads = [torch.autograd.grad(loss(model(sample[None])), own) for sample in x]
         wanted = ref.gfim(torch.stack([lay(*each) for each in grads]), row.side)
         found = optimizer.curvature(row.name).matrix
@@ -224,6 +247,25 @@ class Dynamic(nn.Linear):
         return F.linear(x, self.weight * x.mean(0).sigmoid(), self.bias)
 
 
+class DynamicConstant(nn.Linear):
+    """As above, without the gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * x.mean(0).sigmoid().detach(), self.bias)
+
+
+class InputToo(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.weight.mean())
+
+
+class InPlaceInput(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x += self.weight[0]
+        return super().forward(x)
+
+
 class InPlace(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight * 1.0
@@ -237,7 +279,7 @@ class ConstantInPlace(nn.Linear):
         self.register_buffer("mask", torch.ones(outputs, inputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.linear(x, self.weight * self.mask.clone().requires_grad_(False), self.bias)
+        out = F.linear(x, self.weight + self.mask, self.bias)
         self.mask.mul_(0.5)
         return out
 
@@ -268,6 +310,10 @@ UNCERTAIN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "bias of its own": (lambda: OwnBias(6, 3), "several functions"),
     "several calls": (lambda: Several(6, 3), "several functions"),
     "dynamic": (lambda: nn.Sequential(nn.Linear(6, 6), Dynamic(6, 3)), "other tensors than its parameters"),
+    "dynamic constant": (lambda: DynamicConstant(6, 3), "other tensors than its parameters"),
+    "input too": (lambda: InputToo(6, 3), "several functions"),
+    "in place, input": (lambda: InPlaceInput(6, 3), "in place"),
+    "constant in place": (lambda: ConstantInPlace(6, 3), "changed in place"),
     "in place": (lambda: InPlace(6, 3), "in place"),
     "custom function": (lambda: Quantized(6, 3), "not computed by torch functions"),
     "matmul": (lambda: ByMatmul(6, 3), "does not give its weight to linear"),
@@ -282,6 +328,25 @@ def test_what_is_not_certain_has_mini_batch_curvature(case: str) -> None:
     row = next(row for row in stepped(model, torch.randn(5, 6)).plan() if row.shape[0] == 3)
     assert row.source == "batch"
     assert reason in row.note
+
+
+def test_an_error_in_the_forward_changes_nothing() -> None:
+    class Failing(EqualizedLinear):
+        fails = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails:
+                raise KeyError("once")
+            return super().forward(x)
+
+    model = Failing(6, 3)
+    optimizer = ngplus.NGPlus(model)
+    with pytest.raises(KeyError):
+        model(torch.randn(5, 6))
+    model.fails = False
+    model(torch.randn(5, 6)).sum().backward()
+    optimizer.step()
+    assert optimizer.plan()["weight"].source == "sample"
 
 
 def test_a_scaled_layer_keeps_its_cheap_form() -> None:

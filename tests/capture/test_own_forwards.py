@@ -105,7 +105,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 
 
 # The rule is applied to the call of torch's function inside the forward, whatever is around it.
-BY_FUNCTION = {"pads", "pads inside", "cuts", "views", "gives two"}
+BY_FUNCTION = {"pads", "pads inside", "cuts", "views", "gives two", "permutes"}
 
 
 def passed(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -324,7 +324,7 @@ def test_many_gradients_at_once_and_derivatives_forward(layer: str) -> None:
     assert {row.source for row in optimizer.plan()} == {"sample"}
 
 
-class Gated(nn.LayerNorm):
+class Gated(nn.BatchNorm1d):
     """As its rule has it as long as the gate is 1."""
 
     def __init__(self, features: int) -> None:

@@ -179,7 +179,7 @@ def test_what_does_not_fit_has_mini_batch_curvature(double: None, case: str, sol
     assert above.source == row.source
     below = stepped(alone, x, solver=solver, refresh_memory=100).plan()[name]
     assert (below.source, below.refresh_bytes) == ("batch", 0)
-    assert "refresh_memory is 100" in below.note
+    assert "and it is 100" in below.note
 
 
 def test_a_large_low_rank_root_is_multiplied_out(double: None) -> None:

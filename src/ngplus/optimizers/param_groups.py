@@ -60,8 +60,8 @@ def check_parameters(group: Mapping[str, Any]) -> None:
     for name, param in zip(names, params, strict=True):
         if is_lazy(param):
             raise ValueError(
-                f"Parameter {name} has no shape yet, as those of a lazy layer before its first call: call the model "
-                "with a batch before the optimizer is made"
+                f"Parameter {name} is uninitialized, as those of a lazy layer are before its first call: call the "
+                "model with a batch before the optimizer is made"
             )
         if getattr(param, "_is_flat_param", False):
             raise ValueError(f"Parameter {name} is a flat one of FSDP1; NG+ needs matrices: shard with fully_shard")

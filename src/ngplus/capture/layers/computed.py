@@ -43,6 +43,8 @@ class WeightRule(LayerRule):
 
     #: Those functions, with the names of their arguments, among them "input", "weight" and "bias".
     functions: ClassVar[Functions] = {}
+    #: ``factors`` are linear in the first input, if that has floating point.
+    linear = True
 
     def options(self, given: Mapping[str, Any]) -> Any:
         """What ``factors`` reads from the module, for a call of one of ``functions`` with these arguments."""
@@ -87,7 +89,8 @@ def _watch_calls(rule: WeightRule, module: nn.Module, watcher: Watcher) -> list[
         calls = stack.pop() if stack else None
         if calls is not None:
             calls.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            calls.conclude(output)
+            if not calls.refused and output is not None:  # None after an error
+                calls.conclude(output)
 
     return [
         module.register_forward_pre_hook(watcher.hook(before), prepend=True),
@@ -119,12 +122,12 @@ class ForwardCalls(TorchFunctionMode):
         self._specs = rule.matrices(module)
         self._steps: list[_Step] = []
         self._made: dict[int, tuple[_Made, Tensor]] = {}  # by id; with the tensor, so that its id stays in use
-        self._recorded, self._reason = False, ""
+        self._recorded = self.refused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if not torch.is_grad_enabled() or self._reason:
+        if not torch.is_grad_enabled() or self.refused:
             return out
         names = {id(p): name for name, p in self._module.named_parameters()}
         leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -133,11 +136,9 @@ class ForwardCalls(TorchFunctionMode):
             return out
         if func in self._rule.functions:
             given = dict(zip(self._rule.functions[func], args, strict=False)) | kwargs
-            weight, bias = self._origin(given["weight"], names), self._origin(given.get("bias"), names)
-            return self._call(given, weight, bias, out)
-        name = str(getattr(func, "__name__", ""))
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
-            self._reason = reasons.COMPUTED_IN_PLACE
+            return self._call(given, {name: self._origin(x, names) for name, x in given.items()}, out)
+        if _is_in_place(str(getattr(func, "__name__", ""))) or kwargs.get("out") is not None:
+            self.refuse(reasons.COMPUTED_IN_PLACE)
         results = [(i, x) for i, x in enumerate(pytree.tree_leaves(out)) if isinstance(x, Tensor) and x.requires_grad]
         if results:
             leaves = [x if made is None else made for x, made in zip(leaves, origins, strict=True)]
@@ -150,17 +151,21 @@ class ForwardCalls(TorchFunctionMode):
             return None
         return _Made(names[id(x)]) if id(x) in names else self._made.get(id(x), (None,))[0]
 
-    def _call(self, given: dict[str, Any], weight: _Made | None, bias: _Made | None, output: Tensor) -> Any:
-        """Records a call of the rule's function."""
-        own = self._specs[0].names
+    def _call(self, given: dict[str, Any], origins: dict[str, _Made | None], output: Tensor) -> Any:
+        """Records a call of the rule's function with these arguments, some of which depend on parameters."""
+        own, weight, bias = self._specs[0].names, origins["weight"], origins.get("bias")
         if weight is None:
-            self._reason = reasons.NOT_BY_FUNCTIONS
-        elif self._recorded or (bias is not None and bias.by not in own[1:]):
-            self._reason = reasons.SEVERAL_FUNCTIONS
-        if weight is None or self._reason:
+            self.refuse(reasons.NOT_BY_FUNCTIONS)
+            return output
+        others = sum(made is not None for made in origins.values()) - 1 - (bias is not None and bias.by in own[1:])
+        if self._recorded or others:
+            self.refuse(reasons.SEVERAL_FUNCTIONS)
             return output
         self._recorded = True
         path = None if weight.by == own[0] else _Path(self._steps, weight)
+        if path is not None and any(map(self._watcher.depends_on_inputs, path.constants)):
+            self.refuse(reasons.COMPUTED_FROM_OTHERS)
+            return output
         inputs = (given["input"], None if path is None else given["weight"])
         result: Any = output
         for i in range(len(self._specs)):
@@ -172,14 +177,25 @@ class ForwardCalls(TorchFunctionMode):
 
     def conclude(self, output: Any) -> None:
         """Refuses what is not certain, at the end of the forward."""
-        if not self._recorded and not self._reason:
+        if not self._recorded:
             names = " or ".join(dict.fromkeys(function.__name__ for function in self._rule.functions))
-            self._reason = reasons.with_detail(reasons.OWN_FORWARD, f"it does not give its weight to {names}")
+            self.refuse(reasons.with_detail(reasons.OWN_FORWARD, f"it does not give its weight to {names}"))
         elif any(id(x) in self._made for x in pytree.tree_leaves(output)):
-            self._reason = self._reason or reasons.SEVERAL_FUNCTIONS
+            self.refuse(reasons.SEVERAL_FUNCTIONS)
+
+    def refuse(self, reason: str) -> None:
+        """Makes all matrices of the module use mini-batch curvature; the first reason stays."""
+        self.refused = True
         for i in range(len(self._specs)):
-            if self._reason and self._watcher.recording(i):
-                self._watcher.refuse(i, self._reason)
+            if self._watcher.recording(i):
+                self._watcher.refuse(i, reason)
+
+
+def _is_in_place(name: str) -> bool:
+    """Is this the name of a torch function that changes its first argument, as ``mul_``, ``__imul__``?"""
+    if name.startswith("__i"):
+        return name not in ("__invert__", "__index__", "__int__")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 class _Path:
@@ -197,14 +213,14 @@ class _Path:
             elif by not in self._steps:
                 self._steps[by] = steps[by]
                 open_ends += [x for x in steps[by].leaves if isinstance(x, _Made)]
-        self._constants = [x for step in self._steps.values() for x in step.leaves if isinstance(x, Tensor)]
-        self._versions = [x._version for x in self._constants]
+        self.constants = [x for step in self._steps.values() for x in step.leaves if isinstance(x, Tensor)]
+        self._versions = [x._version for x in self.constants]
 
     def check(self) -> None:
         """Raises NotPerSample if V is not a function of parameters and constants alone."""
-        if [x._version for x in self._constants] != self._versions:
+        if [x._version for x in self.constants] != self._versions:
             raise NotPerSample(reasons.COMPUTED_IN_PLACE)
-        if any(x.requires_grad and not x.is_leaf for x in self._constants):
+        if any(x.requires_grad and not x.is_leaf for x in self.constants):
             raise NotPerSample(reasons.COMPUTED_FROM_OTHERS)
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
@@ -263,7 +279,8 @@ class _Build:
             return self._of_weight(x, grad, (False, with_bias), batch)
         of_weight = self._rule.matrices(self._module)[0].kinds[0]
         scale = None if self._computed else self._path.factor(weight)
-        if scale is not None and x is not None:
+        linear = x is not None and (self._rule.linear or not x.is_floating_point())
+        if scale is not None and x is not None and linear:
             if x.is_floating_point():
                 return self._of_weight(scale.to(x) * x, grad, (True, with_bias), batch)
             return self._of_weight(x, scale.to(grad) * grad, (True, with_bias), batch)

@@ -84,6 +84,12 @@ class Watcher:
         if recorder is not None and use is not None:
             recorder.note_samples(use, output)
 
+    def depends_on_inputs(self, x: Tensor) -> bool:
+        """Returns True if a tensor was computed from the inputs of the model."""
+        recorder = self._recorder()
+        call = None if recorder is None else recorder._call
+        return call is not None and any(tracker.of(x) is not None for tracker in call.trackers)
+
     def refuse(self, matrix: int, reason: str) -> None:
         """Makes the matrix use mini-batch curvature."""
         if matrix in self._uses:

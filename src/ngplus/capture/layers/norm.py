@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngplus.capture.batch import Batch
-from ngplus.capture.layers.base import Active, Inputs, LayerRule, register_layer
+from ngplus.capture.layers.base import Active, Inputs, register_layer
+from ngplus.capture.layers.computed import Functions, WeightRule
 from ngplus.capture.layers.layout import MatrixSpec
 from ngplus.fisher.factors import Factors, Rows
 from ngplus.fisher.products import CHUNK_BYTES
 
 
-class NormRule(LayerRule):
+class NormRule(WeightRule):
     """y = scale * normalized + shift: G_i = [sum_p g_ip * normalized_ip, sum_p g_ip].
 
     A subclass implements ``normalized`` and ``by_feature``.
@@ -40,6 +43,7 @@ class NormRule(LayerRule):
     """
 
     bias_needs_input = False
+    linear = False
     #: ``normalized`` treats each index along the batch dimension by itself, so that it can be called for some of them.
     by_entry = False
 
@@ -94,6 +98,11 @@ class LayerNormRule(NormRule):
     """
 
     by_entry = True
+    functions: ClassVar[Functions] = {F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps")}
+
+    def options(self, given: Mapping[str, Any]) -> Any:
+        shape = given["normalized_shape"]
+        return SimpleNamespace(normalized_shape=tuple(shape), eps=given.get("eps", 1e-5))
 
     def _features(self, module: Any) -> int:
         return len(module.normalized_shape)
@@ -113,6 +122,11 @@ class RMSNormRule(LayerNormRule):
         >>> ngplus.NGPlus(nn.RMSNorm(8)).plan()[0].shape
         (8, 1)
     """
+
+    functions: ClassVar[Functions] = {F.rms_norm: ("input", "normalized_shape", "weight", "eps")}
+
+    def options(self, given: Mapping[str, Any]) -> Any:
+        return SimpleNamespace(normalized_shape=tuple(given["normalized_shape"]), eps=given.get("eps"))
 
     def matrices(self, module: Any) -> list[MatrixSpec]:
         return [MatrixSpec(("weight",), ("column",))]
@@ -141,6 +155,10 @@ class GroupNormRule(_ChannelNormRule):
     """
 
     by_entry = True
+    functions: ClassVar[Functions] = {F.group_norm: ("input", "num_groups", "weight", "bias", "eps")}
+
+    def options(self, given: Mapping[str, Any]) -> Any:
+        return SimpleNamespace(num_groups=given["num_groups"], eps=given.get("eps", 1e-5))
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         return F.group_norm(x, module.num_groups, eps=module.eps)
