@@ -37,7 +37,7 @@ class SampleTracker(TorchFunctionMode):
 
     def __init__(self, samples: int, inputs: Any, dim: int) -> None:
         super().__init__()
-        self.samples, self.active = samples, True
+        self.samples, self.active, self._dim = samples, True, dim
         self._frame: FrameType | None = None  # of the call of the model
         self.unbatched = False  # is the input one sample without a batch dimension?
         self._locations: Any = WeakTensorKeyDictionary()
@@ -124,7 +124,7 @@ class SampleTracker(TorchFunctionMode):
         if x.numel() == 1:  # a loss
             return not isinstance(location, UnknownAxis) or location.function not in _SUMS_OF_ROWS
         chosen = isinstance(location, UnknownAxis) and location.chosen  # as the outputs at masked tokens
-        return chosen or any(size % self.samples == 0 for size in x.shape[:2])
+        return chosen or any(size % self.samples == 0 for size in x.shape[: max(2, self._dim + 1)])
 
     def _follow(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
         given = [location for x in tensors((args, kwargs)) if (location := self.of(x)) is not None]
