@@ -115,7 +115,7 @@ class SampleTracker(TorchFunctionMode):
         """Can the samples be those of the model's output? If they were summed up, as the nodes of graphs or the time
         steps of a batch along another dimension, they are no samples."""
         found = [x for x in tensors(output) if x.requires_grad and not x.is_nested]
-        return not found or any(map(self._may_be_in, found))
+        return all(map(self._may_be_in, found))
 
     def _may_be_in(self, x: Tensor) -> bool:
         location = self.of(x)
@@ -133,7 +133,10 @@ class SampleTracker(TorchFunctionMode):
         base = args[0]._base if _in_place(name) and isinstance(args[0], Tensor) else None
         if base is not None and self.of(base) is None:
             self.mark(base, UnknownAxis(name))
-        unknown = next((each for each in given if isinstance(each, UnknownAxis)), UnknownAxis(name))
+        began = [each for each in given if isinstance(each, UnknownAxis)] or [UnknownAxis(name)]
+        unknown = next((each for each in began if each.function in _SUMS_OF_ROWS), began[0])
+        if name in _SUMS_OF_ROWS:
+            unknown = UnknownAxis(name)
         rule = RULES.get(name)
         if rule not in (axis_rules.entrywise, axis_layers.linear):
             unknown = replace(unknown, chosen=False)
