@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import ngplus
 from architectures.cases import Architecture, Case
 from ngplus.capture.sample_axis import tensors
-from ngplus.diagnostics.plan import Plan
+from ngplus.diagnostics.plan import PlanRow
 
 EXACT, EXACT_IN_FLOAT32 = 1e-6, 1e-3  # the largest relative errors of matrices that are called per-sample
 
@@ -26,7 +26,7 @@ class Found:
     """What one refresh on an architecture has shown.
 
     Attributes:
-        sources: the number of matrices by source, "sample", "vmap" and "batch".
+        sources: the number of matrices with gradients by source, "sample", "vmap" and "batch".
         reasons: the number of matrices with mini-batch curvature by reason.
         errors: the relative error of L or R by matrix, of those called per-sample.
         float32: the model computes in float32 although its parameters are float64.
@@ -60,27 +60,25 @@ def measure(architecture: Architecture) -> Found:
         outputs = case.outputs(call(case.model, case.batch))
         loss_of(outputs, weights_of(outputs)).div(len(outputs[0])).backward()
         optimizer.step()
-        plan = optimizer.plan()
+    used = {name for name, p in case.model.named_parameters() if p.grad is not None}
+    rows = [row for row in optimizer.plan() if used.intersection(row.parameters)]
     return Found(
-        Counter(row.source for row in plan),
-        Counter(reason_of(row.note) for row in plan if row.source == "batch"),
-        errors(case.model, optimizer, plan, gradients) if gradients else {},
+        Counter(row.source for row in rows),
+        Counter(reason_of(row.note) for row in rows if row.source == "batch"),
+        errors(optimizer, rows, gradients) if gradients else {},
         watch.seen,
     )
 
 
 def errors(
-    model: nn.Module, optimizer: ngplus.NGPlus, plan: Plan, gradients: Sequence[Mapping[str, Tensor]]
+    optimizer: ngplus.NGPlus, rows: Sequence[PlanRow], gradients: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, float]:
-    used = {name for name, p in model.named_parameters() if p.grad is not None}
     found = {}
-    for row in plan:
+    for row in rows:
         if row.source not in ("sample", "vmap"):
             continue
         matrix = optimizer._find_matrix(row.name)
         names = [matrix.names[part] for part in matrix.parts]
-        if not any(name in used for name in names):
-            continue  # not a part of this forward pass
         stack = torch.stack([matrix.layout.join([one[name] for name in names]) for one in gradients])
         pattern = "sgij,sgkj->gik" if row.side == "left" else "sgji,sgjk->gik"
         wanted = torch.einsum(pattern, stack, stack) / len(gradients)

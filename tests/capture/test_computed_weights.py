@@ -313,7 +313,7 @@ UNCERTAIN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dynamic constant": (lambda: DynamicConstant(6, 3), "other tensors than its parameters"),
     "input too": (lambda: InputToo(6, 3), "several functions"),
     "in place, input": (lambda: InPlaceInput(6, 3), "in place"),
-    "constant in place": (lambda: ConstantInPlace(6, 3), "changed in place"),
+    "constant in place": (lambda: ConstantInPlace(6, 3), "changes in place"),
     "in place": (lambda: InPlace(6, 3), "in place"),
     "custom function": (lambda: Quantized(6, 3), "not computed by torch functions"),
     "matmul": (lambda: ByMatmul(6, 3), "does not give its weight to linear"),

@@ -202,3 +202,28 @@ def test_sample_index_that_does_not_cover_a_layer() -> None:
     with pytest.warns(UserWarning, match=r"b\.weight.*sample_index has no entries"):
         optimizer.step()
     assert {row.name: row.source for row in optimizer.plan()} == {"a.weight": "sample", "b.weight": "batch"}
+
+
+class Graphs(nn.Module):
+    """Nodes, their graphs, and what is returned: of each graph, or a loss, or also of each node."""
+
+    def __init__(self, returns: str) -> None:
+        super().__init__()
+        self.returns, self.a, self.b = returns, nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, graph: Tensor) -> Any:
+        h = x + torch.tanh(self.a(x))
+        chosen = graph[graph >= 0]
+        out = self.b(h.new_zeros(2, 4).index_add(0, chosen, h))
+        return {"graphs": out, "loss": out.square().mean(), "both": (out, h)}[self.returns]
+
+
+@pytest.mark.parametrize("returns", ["graphs", "loss", "both"])
+@pytest.mark.filterwarnings("ignore:No per-sample curvature")
+def test_nodes_that_are_summed_up_are_no_samples(returns: str) -> None:
+    model = Graphs(returns)
+    optimizer = ngplus.NGPlus(model, **EXACT)
+    out = model(torch.randn(7, 4), torch.tensor([0, 0, 0, 1, 1, 1, 1]))
+    (out[0] if returns == "both" else out).square().mean().backward()
+    optimizer.step()
+    assert {row.source for row in optimizer.plan()} == {"batch"}

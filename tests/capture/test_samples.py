@@ -182,7 +182,7 @@ def test_attention_over_as_many_positions_as_there_are_rows() -> None:
     """Its batch dimension is not told of, however long its sequences are."""
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
     batch = Batch(0, 2, parse_sample_index(torch.tensor([0, 0, 1, 1, 1])))
-    with pytest.raises(NotPerSample, match="no entries for its 3 rows"):
+    with pytest.raises(NotPerSample, match="no entries for the rows of its output: a batch dimension of 3"):
         _batch(attention, torch.zeros(3, 5, 4), batch).count(3)
     assert _batch(attention, torch.zeros(3, 5, 4), batch).dim == 0
     assert _batch(attention, torch.zeros(1, 5, 4), batch).dim == 1
@@ -224,7 +224,7 @@ def test_rows_that_it_does_not_tell_of() -> None:
     batch = Batch(0, 4, parse_sample_index(torch.tensor([0, 0, 1, 2, 3, 3, 3])))
     assert batch.count(7) == 4
     assert batch.count(4) == 4
-    with pytest.raises(NotPerSample, match="no entries for its 8 rows"):
+    with pytest.raises(NotPerSample, match="no entries for the rows of its output: a batch dimension of 8"):
         batch.count(8)
     assert Batch(0, 4).count(8) == 4
 

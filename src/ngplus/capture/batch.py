@@ -67,7 +67,7 @@ class SampleCount:
     def __init__(self, inputs: Any, dim: int | None) -> None:
         self._dim = dim
         self._inputs_have_dimensions = _has_dimensions(inputs)
-        sizes = self._sizes_of_inputs = list(self._sizes(inputs))
+        sizes = list(self._sizes(inputs))
         self._input_sizes = Counter(size for size, _ in sizes)
         offsets = [len(x) - 1 for x in tensors(inputs) if x.dim() == 1 and not x.is_floating_point() and len(x) > 1]
         sizes_and_offsets = [size for size, _ in self._input_sizes.most_common()] + offsets
@@ -89,9 +89,8 @@ class SampleCount:
         for size in output_sizes:
             if not expected or size % expected:  # a multiple may have several entries a sample, as after flatten(0, 1)
                 votes[size] += 2
-        dims = {size: max(d for s, d in self._sizes_of_inputs if s == size) for size in self._input_sizes}
-        ranks = sorted((votes[size], size in dims, dims.get(size, 0)) for size in votes if size != 1)
-        if len(ranks) > 1 and ranks[-1] == ranks[-2]:
+        best = sorted((count for size, count in votes.items() if size != 1), reverse=True)
+        if len(best) > 1 and best[0] == best[1]:
             return None
         if votes:
             return max(votes, key=lambda size: (votes[size], size == expected))

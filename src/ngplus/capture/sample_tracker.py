@@ -37,7 +37,7 @@ class SampleTracker(TorchFunctionMode):
 
     def __init__(self, samples: int, inputs: Any, dim: int) -> None:
         super().__init__()
-        self.samples, self.active = samples, True
+        self.samples, self.active, self._dim = samples, True, dim
         self._frame: FrameType | None = None  # of the call of the model
         self.unbatched = False  # is the input one sample without a batch dimension?
         self._locations: Any = WeakTensorKeyDictionary()
@@ -115,7 +115,7 @@ class SampleTracker(TorchFunctionMode):
         """Can the samples be those of the model's output? If they were summed up, as the nodes of graphs or the time
         steps of a batch along another dimension, they are no samples."""
         found = [x for x in tensors(output) if x.requires_grad and not x.is_nested]
-        return not found or any(map(self._may_be_in, found))
+        return all(map(self._may_be_in, found))
 
     def _may_be_in(self, x: Tensor) -> bool:
         location = self.of(x)
@@ -124,7 +124,7 @@ class SampleTracker(TorchFunctionMode):
         if x.numel() == 1:  # a loss
             return not isinstance(location, UnknownAxis) or location.function not in _SUMS_OF_ROWS
         chosen = isinstance(location, UnknownAxis) and location.chosen  # as the outputs at masked tokens
-        return chosen or any(size % self.samples == 0 for size in x.shape[:2])
+        return chosen or any(size % self.samples == 0 for size in x.shape[: max(2, self._dim + 1)])
 
     def _follow(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
         given = [location for x in tensors((args, kwargs)) if (location := self.of(x)) is not None]
@@ -133,7 +133,10 @@ class SampleTracker(TorchFunctionMode):
         base = args[0]._base if _in_place(name) and isinstance(args[0], Tensor) else None
         if base is not None and self.of(base) is None:
             self.mark(base, UnknownAxis(name))
-        unknown = next((each for each in given if isinstance(each, UnknownAxis)), UnknownAxis(name))
+        began = [each for each in given if isinstance(each, UnknownAxis)] or [UnknownAxis(name)]
+        unknown = next((each for each in began if each.function in _SUMS_OF_ROWS), began[0])
+        if name in _SUMS_OF_ROWS:
+            unknown = UnknownAxis(name)
         rule = RULES.get(name)
         if rule not in (axis_rules.entrywise, axis_layers.linear):
             unknown = replace(unknown, chosen=False)
