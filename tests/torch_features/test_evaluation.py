@@ -48,7 +48,7 @@ def test_gradient_taken_in_eval_mode_is_not_captured() -> None:
 def test_training_in_eval_mode_warns() -> None:
     model = mlp().eval()
     optimizer = ngplus.NGPlus(model, **EXACT)
-    with pytest.warns(UserWarning, match=r"0\.weight.*train\(\)"):
+    with pytest.warns(UserWarning, match=r"0\.weight.*eval\(\) mode"):
         one_step(model, optimizer, *data(4))
 
 

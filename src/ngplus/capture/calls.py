@@ -49,6 +49,24 @@ class ForwardCall:
     def unfinished(self, matrix: ParameterMatrix) -> bool:
         return self.waiting[id(matrix)] + self.no_grad_uses[id(matrix)] > 0
 
+    def batches_of(self, x: Tensor, dim: int | None, given: bool) -> Batches:
+        """The samples of x, an output of a module, for each number of samples that the inputs may have.
+
+        ``dim`` is the dimension that ``batch_dim`` says, or the module's type; ``given``: the user named the module.
+        """
+        if dim is None or given:
+            return {n: Batch(dim, n, self.ragged) for n in {None, self.samples, *(t.samples for t in self.trackers)}}
+        if self.ragged:
+            if any(x.shape[d] in self.ragged for d in {0, 1, dim} if d < x.dim()):
+                return {self.samples: Batch(dim, self.samples, self.ragged)}
+            size = f"a batch dimension of {x.shape[dim] if dim < x.dim() else 1}"
+            return {self.samples: reasons.with_detail(reasons.NO_SAMPLE_INDEX, size)}
+        if self.samples == 0:  # this rank got no samples
+            return {0: Batch(dim, 0)}
+        if any(tracker.unbatched for tracker in self.trackers):
+            return {1: Batch(None, 1)}
+        return {tracker.samples: tracker.batch(x) for tracker in self.trackers}
+
     @property
     def first(self) -> ForwardCall:
         """The first of all calls that took part in the same backward pass: they are taken for the same samples."""

@@ -31,14 +31,12 @@ from ngplus.capture.layers import Batch, LayerRule
 from ngplus.capture.layers.base import Build, Inputs, NotPerSample, no_mixed_precision
 from ngplus.capture.layers.hooks import Hook, Watcher, is_strided
 from ngplus.capture.matrices import ParameterMatrix, Use
-from ngplus.capture.sample_axis import SampleAxis
 from ngplus.capture.sample_index import SampleIndex, SampleIndexReader
 from ngplus.capture.sample_tracker import SampleTracker
 from ngplus.fisher.factors import Factors, join
 from ngplus.utils.compiled import CompiledCalls, uncompiled
 from ngplus.utils.weak import weak_method
 
-OUTSIDE: Batches = {None: reasons.OUTSIDE}
 Sink = Callable[[ParameterMatrix, Factors], None]
 
 
@@ -232,8 +230,7 @@ class Recorder:
         return call
 
     def _new_call(self) -> ForwardCall:
-        call = ForwardCall()
-        self._calls[call] = None
+        self._calls[call := ForwardCall()] = None
         return call
 
     def _current_call(self) -> ForwardCall:
@@ -280,29 +277,17 @@ class Recorder:
         if call is not None and call.no_grad_uses[id(use.matrix)] and isinstance(output, Tensor):
             call.no_grad_batches[id(use), output.shape] = self._batches(use, call, output)
 
-    def mark_first_dimension(self, x: Tensor) -> None:
-        """Says that the samples of x are along its first dimension."""
-        for tracker in self._call.trackers if self._call is not None else ():
-            tracker.mark(x, SampleAxis(0))
+    @property
+    def trackers(self) -> list[SampleTracker]:
+        """Those of the call in progress."""
+        return [] if self._call is None else self._call.trackers
 
     def _batches(self, use: Use, call: ForwardCall, x: Tensor) -> Batches:
         """The samples of x, an output of the module or a tensor like it, for each number of samples."""
-        dim = self._dims.get(use.module, 0)
-        if dim is None or use.module in self._given_dims:
-            return {n: Batch(dim, n, call.ragged) for n in {None, call.samples, *(t.samples for t in call.trackers)}}
-        if call.ragged:
-            lengths = [x.shape[d] for d in {0, 1, dim} if d < x.dim()]
-            if not any(length in call.ragged for length in lengths):
-                size = f"a batch dimension of {x.shape[dim] if dim < x.dim() else 1}"
-                return {call.samples: reasons.with_detail(reasons.NO_SAMPLE_INDEX, size)}
-            return {call.samples: Batch(dim, call.samples, call.ragged)}
-        if call.samples == 0:  # this rank got no samples
-            return {0: Batch(dim, 0)}
-        if call is not self._call:
-            return call.no_grad_batches.get((id(use), x.shape), OUTSIDE)
-        if any(tracker.unbatched for tracker in call.trackers):
-            return {1: Batch(None, 1)}
-        return {tracker.samples: tracker.batch(x) for tracker in call.trackers}
+        dim, given = self._dims.get(use.module, 0), use.module in self._given_dims
+        if call is self._call or given or dim is None or call.ragged or call.samples == 0:
+            return call.batches_of(x, dim, given)
+        return call.no_grad_batches.get((id(use), x.shape), {None: reasons.OUTSIDE})
 
     def record(self, use: Use, output: Tensor, inputs: Inputs, build: Build, like: Tensor | None = None) -> None:
         """Builds the factors of this use when the gradient of ``output`` arrives. ``like`` is a tensor with the same

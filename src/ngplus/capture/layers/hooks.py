@@ -14,6 +14,7 @@ from ngplus.capture import reasons
 from ngplus.capture.layers.base import Build, Inputs
 from ngplus.capture.layers.computed import WeightRule, sources_of
 from ngplus.capture.layers.embedding import ForAllSamples
+from ngplus.capture.sample_axis import SampleAxis
 
 if TYPE_CHECKING:
     from ngplus.capture.matrices import Use
@@ -87,8 +88,7 @@ class Watcher:
     def depends_on_inputs(self, x: Tensor) -> bool:
         """Returns True if a tensor was computed from the inputs of the model."""
         recorder = self._recorder()
-        call = None if recorder is None else recorder._call
-        return call is not None and any(tracker.of(x) is not None for tracker in call.trackers)
+        return recorder is not None and any(tracker.of(x) is not None for tracker in recorder.trackers)
 
     def refuse(self, matrix: int, reason: str) -> None:
         """Makes the matrix use mini-batch curvature."""
@@ -142,7 +142,8 @@ class Watcher:
         recorded = adapted
         if isinstance(adapted, ForAllSamples):  # a lookup without a batch dimension
             recorded, adapted.on_other_use = adapted.by_sample, partial(self.refuse, matrix, reasons.SHARED_OUTPUT)
-            recorder.mark_first_dimension(recorded)
+            for tracker in recorder.trackers:
+                tracker.mark(recorded, SampleAxis(0))
         recorder.record(use, recorded, inputs, build)
         return None if adapted is output else adapted
 

@@ -108,7 +108,7 @@ class Factors:
         return self.gradients(slice(None), dtype).sum(1)
 
     def gradient_block(self, rows: slice, cols: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Rows and columns of sum_i G_i, and the sum of their squares over all G_i (or an upper bound of it).
+        """Rows and columns of sum_i G_i, and the sum of their squares over all G_i, or an estimate of that.
 
         ``cols`` does not include the column of ones. This default computes each G_i.
         """
