@@ -75,7 +75,7 @@ def inverse_power(x: Tensor, damping: float, exponent: float = 0.5) -> Tensor:
 def qr_root(x: Tensor, damping: float, basis: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
     """(x + damping I)^(-1/2) in a basis that follows the eigenvectors of x by one step of orthogonal iteration, as in
     SOAP: the root, the basis for the next step, and which blocks were made by eigh. Those are the blocks in which the
-    mean row of the part off the diagonal, in units of the diagonal, has a norm above ``bound``.
+    part off the diagonal, in units of the diagonal, has rows with a root mean square norm above ``bound``.
     """
     basis = torch.linalg.qr(x @ basis).Q
     inside = basis.mT @ x @ basis
@@ -94,8 +94,8 @@ def qr_root(x: Tensor, damping: float, basis: Tensor, bound: float) -> tuple[Ten
 
 def newton_root(x: Tensor, damping: float, root: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
     """(x + damping I)^(-1/2) by two steps X <- X (3 I - X A X) / 2 from the last root, made symmetric: the root, twice,
-    and which blocks were made by eigh. Those are the blocks in which the mean row of I - X A X has a norm above
-    ``bound``.
+    and which blocks were made by eigh. Those are the blocks in which the rows of I - X A X have a root mean square norm
+    above ``bound``.
     """
     eye = torch.eye(x.shape[-1], dtype=x.dtype)
     damped = x + damping * eye
