@@ -93,16 +93,37 @@ def qr_root(x: Tensor, damping: float, basis: Tensor, bound: float) -> tuple[Ten
 
 
 def newton_root(x: Tensor, damping: float, root: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(x + damping I)^(-1/2) by two steps X <- X (3 I - X A X) / 2 from the last root, made symmetric: the root, twice,
-    and which blocks were made by eigh. Those are the blocks in which the rows of I - X A X have a root mean square norm
-    above ``bound``.
+    """(x + damping I)^(-1/2) by two steps X <- X (3 I - X A X) / 2 from the last root, made symmetric; returns what
+    :func:`qr_root` returns. Blocks in which the rows of I - X A X have a root mean square norm above ``bound`` are made
+    by eigh.
     """
     eye = torch.eye(x.shape[-1], dtype=x.dtype)
-    damped = x + damping * eye
     for _ in range(2):
-        root = root @ (3 * eye - root @ damped @ root) / 2
+        root = root @ (3 * eye - root @ (x + damping * eye) @ root) / 2
         root = (root + root.mT) / 2
-    residual = (eye - root @ damped @ root).norm(dim=(-2, -1))
+    return _checked(root, x, damping, bound)
+
+
+def coupled_root(x: Tensor, damping: float, root: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`newton_root`, by the coupled iteration Y <- Y S, Z <- S Z with S = a (3 I - a^2 Z Y) / 2, which begins
+    with Y = A / norm(A) and Z = I. The singular values of Y are from sqrt(damping / norm(A)) to 1, and a is the best
+    number for such an interval (Chen and Chow). It needs no last root.
+    """
+    eye = torch.eye(x.shape[-1], dtype=x.dtype)
+    norm = (x + damping * eye).norm(dim=(-2, -1), keepdim=True)
+    y, z = (x + damping * eye) / norm, eye.expand_as(x)
+    low = math.sqrt(damping / float(norm.max()))
+    while low < 0.999:
+        a = math.sqrt(min(3 / (1 + low + low * low), 2.9))
+        step = a / 2 * (3 * eye - a * a * z @ y)
+        y, z = y @ step, step @ z
+        low = min(a * v * (3 - (a * v) ** 2) / 2 for v in (low, 1.0))
+    return _checked(z / norm.sqrt(), x, damping, bound)
+
+
+def _checked(root: Tensor, x: Tensor, damping: float, bound: float) -> tuple[Tensor, Tensor, Tensor]:
+    eye = torch.eye(x.shape[-1], dtype=x.dtype)
+    residual = (eye - root @ (x + damping * eye) @ root).norm(dim=(-2, -1))
     restarted = ~(residual <= bound * math.sqrt(x.shape[-1]))
     if restarted.any():
         root[restarted] = inverse_power(x[restarted], damping)
@@ -120,9 +141,9 @@ class Roots(torch.optim.Optimizer):
     no others. With ``decay``, the damping is at least 1 / t^2 in step t. With ``adam_tables``, tables have Adam's
     update, with ``full_tables`` a diagonal L and an R in blocks.
 
-    ``exponents`` are p and q. ``block`` is the longest block of a long side. With ``tracking`` "qr" or "newton", roots
-    follow L and R by :func:`qr_root` or :func:`newton_root` with the check ``bound``; ``restarts`` and ``tracked``
-    count the blocks that eigh has made, and all.
+    ``exponents`` are p and q. ``block`` is the longest block of a long side. With ``tracking`` "qr", "newton"
+    or "coupled", roots are made by :func:`qr_root`, :func:`newton_root` or :func:`coupled_root` with the check
+    ``bound``; ``restarts`` and ``tracked`` count the blocks that eigh has made, and all.
     """
 
     def __init__(
@@ -212,7 +233,7 @@ class Roots(torch.optim.Optimizer):
         if x.shape[-1] == 1 or not group["tracking"]:
             return inverse_power(x, damping, exponent)
         last = state.get(side + "_last", torch.eye(x.shape[-1], dtype=x.dtype).expand_as(x))
-        follow = {"qr": qr_root, "newton": newton_root}[group["tracking"]]
+        follow = {"qr": qr_root, "newton": newton_root, "coupled": coupled_root}[group["tracking"]]
         root, state[side + "_last"], restarted = follow(x, damping, last, group["bound"])
         self.restarts, self.tracked = self.restarts + int(restarted.sum()), self.tracked + len(x)
         return root

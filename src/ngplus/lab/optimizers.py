@@ -258,6 +258,7 @@ CANDIDATES: dict[str, OptimizerEntry] = {
         ("roots-1", "Roots in every step", {"update_every": 1}),
         ("roots-1-qr", "Roots in every step, by QR", {"update_every": 1, "tracking": "qr", "bound": 0.3}),
         ("roots-1-newton", "Roots in every step, by Newton", {"update_every": 1, "tracking": "newton", "bound": 0.1}),
+        ("roots-1-coupled", "Roots in every step, coupled", {"update_every": 1, "tracking": "coupled", "bound": 0.1}),
         ("roots-2", "Roots every 2 steps", {"update_every": 2}),
         ("roots-5", "Roots every 5 steps", {"update_every": 5}),
         ("roots-10", "Roots every 10 steps", {"update_every": 10}),
