@@ -188,6 +188,13 @@ def test_newton_from_the_last_root_fails_where_eigenvalues_differ() -> None:
     assert torch.stack(restarts[20:]).mean() > 0.9
 
 
+def test_newton_restarts_where_the_root_changes_its_sign() -> None:
+    """An eigenvalue of X A X of 4 becomes 1 in a step, and the eigenvalue of X is negative then."""
+    root, _, restarted = newton_root(torch.tensor([[[4.0, 0], [0, 1]]]), 0.0, torch.eye(2)[None], 0.1)
+    assert restarted.tolist() == [True]
+    torch.testing.assert_close(root, torch.tensor([[[0.5, 0], [0, 1]]]))
+
+
 @pytest.mark.parametrize("tracking", ["qr", "newton", "coupled"])
 def test_tracked_roots_that_never_pass_the_check_are_exact(tracking: str) -> None:
     """With ``bound`` -1, eigh makes all blocks."""

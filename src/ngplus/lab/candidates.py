@@ -94,8 +94,8 @@ def qr_root(x: Tensor, damping: float, basis: Tensor, bound: float) -> tuple[Ten
 
 def newton_root(x: Tensor, damping: float, root: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
     """(x + damping I)^(-1/2) by two steps X <- X (3 I - X A X) / 2 from the last root, made symmetric; returns what
-    :func:`qr_root` returns. Blocks in which the rows of I - X A X have a root mean square norm above ``bound`` are made
-    by eigh.
+    :func:`qr_root` returns. Blocks in which the rows of I - X A X have a root mean square norm above ``bound``, or in
+    which X is not positive definite, are made by eigh.
     """
     eye = torch.eye(x.shape[-1], dtype=x.dtype)
     for _ in range(2):
@@ -124,7 +124,7 @@ def coupled_root(x: Tensor, damping: float, root: Tensor, bound: float) -> tuple
 def _checked(root: Tensor, x: Tensor, damping: float, bound: float) -> tuple[Tensor, Tensor, Tensor]:
     eye = torch.eye(x.shape[-1], dtype=x.dtype)
     residual = (eye - root @ (x + damping * eye) @ root).norm(dim=(-2, -1))
-    restarted = ~(residual <= bound * math.sqrt(x.shape[-1]))
+    restarted = ~(residual <= bound * math.sqrt(x.shape[-1])) | (torch.linalg.cholesky_ex(root).info > 0)
     if restarted.any():
         root[restarted] = inverse_power(x[restarted], damping)
     return root, root, restarted
