@@ -6,7 +6,9 @@ With moving averages L of G G^T and R of G^T G, and the momentum M, the directio
 
 ``ngplus.reference.ngadam_direction`` is that update without blocks. :class:`Roots` is the optimizer. It cuts long sides
 into blocks, takes Adam for vectors, and Adafactor's factored second moment, which is the same formula with diagonal L
-and R, for tables.
+and R, for tables. With other exponents p and q, and l and r the mean eigenvalues of L and R, the direction is
+
+    D = sqrt(m n / tr L) (L / l + lambda I)^(-p) M (R / r + lambda I)^(-q)
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from ngplus.reference import inverse_root, is_refresh
+from ngplus.reference import is_refresh
 
 State = dict[str, Any]
 
@@ -27,16 +29,17 @@ State = dict[str, Any]
 # ------------------------------------------------------------------------------------------------ blocks
 
 
-def block_size(length: int, other: int, unit: int = 1) -> int:
-    """Rows of a block of a side: all up to 160, else equal blocks of 128 or fewer; 1, a diagonal matrix, for a side
-    longer than 640 and than five times the other one. Blocks of a convolution hold whole kernels of ``unit`` numbers.
+def block_size(length: int, other: int, unit: int = 1, longest: int = 128) -> int:
+    """Rows of a block of a side: all up to 160, else equal blocks of 128 (``longest``) or fewer; 1, a diagonal matrix,
+    for a side longer than 640 and than five times the other one. Blocks of a convolution hold whole kernels of ``unit``
+    numbers.
     """
-    if length <= 160:
+    if length <= longest * 5 // 4:
         return length
     if length > 640 and length >= 5 * other:
         return 1
     units = length // unit
-    blocks = math.ceil(units / max(1, (128 if unit == 1 else 144) // unit))
+    blocks = math.ceil(units / max(1, (longest if unit == 1 else longest * 9 // 8) // unit))
     return unit * math.ceil(units / blocks)
 
 
@@ -58,6 +61,75 @@ def multiply(root: Tensor, x: Tensor) -> Tensor:
     return root.flatten(1) * x if rows == 1 else (root @ row_blocks(x, rows)).flatten(0, 1)[: len(x)]
 
 
+# ------------------------------------------------------------------------------------------------ roots
+
+
+def inverse_power(x: Tensor, damping: float, exponent: float = 0.5) -> Tensor:
+    """(x + damping I)^-exponent of each of a batch."""
+    if x.shape[-1] == 1:
+        return (x + damping).pow(-exponent)
+    values, vectors = torch.linalg.eigh(x)
+    return (vectors * (values.clamp_min(0) + damping).pow(-exponent).unsqueeze(-2)) @ vectors.mT
+
+
+def qr_root(x: Tensor, damping: float, basis: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(x + damping I)^(-1/2) in a basis that follows the eigenvectors of x by one step of orthogonal iteration, as in
+    SOAP: the root, the basis for the next step, and which blocks were made by eigh. Those are the blocks in which the
+    part off the diagonal, in units of the diagonal, has rows with a root mean square norm above ``bound``.
+    """
+    basis = torch.linalg.qr(x @ basis).Q
+    inside = basis.mT @ x @ basis
+    values = inside.diagonal(dim1=-2, dim2=-1).clamp_min(0) + damping
+    scale = values.rsqrt()
+    off = scale.unsqueeze(-1) * inside * scale.unsqueeze(-2)
+    off.diagonal(dim1=-2, dim2=-1).zero_()
+    restarted = ~(off.norm(dim=(-2, -1)) <= bound * math.sqrt(x.shape[-1]))
+    if restarted.any():
+        exact, basis[restarted] = torch.linalg.eigh(x[restarted])
+        values[restarted] = exact.clamp_min(0) + damping
+    root = (basis * values.rsqrt().unsqueeze(-2)) @ basis.mT
+    order = values.argsort(-1, descending=True).unsqueeze(-2)
+    return root, basis.gather(-1, order.expand_as(basis)), restarted
+
+
+def newton_root(x: Tensor, damping: float, root: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(x + damping I)^(-1/2) by two steps X <- X (3 I - X A X) / 2 from the last root, made symmetric; returns what
+    :func:`qr_root` returns. Blocks in which the rows of I - X A X have a root mean square norm above ``bound``, or in
+    which X is not positive definite, are made by eigh.
+    """
+    eye = torch.eye(x.shape[-1], dtype=x.dtype)
+    for _ in range(2):
+        root = root @ (3 * eye - root @ (x + damping * eye) @ root) / 2
+        root = (root + root.mT) / 2
+    return _checked(root, x, damping, bound)
+
+
+def coupled_root(x: Tensor, damping: float, root: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`newton_root`, by the coupled iteration Y <- Y S, Z <- S Z with S = a (3 I - a^2 Z Y) / 2, which begins
+    with Y = A / norm(A) and Z = I. The singular values of Y are from sqrt(damping / norm(A)) to 1, and a is the best
+    number for such an interval (Chen and Chow). It needs no last root.
+    """
+    eye = torch.eye(x.shape[-1], dtype=x.dtype)
+    norm = (x + damping * eye).norm(dim=(-2, -1), keepdim=True)
+    y, z = (x + damping * eye) / norm, eye.expand_as(x)
+    low = math.sqrt(damping / float(norm.max()))
+    while low < 0.999:
+        a = math.sqrt(min(3 / (1 + low + low * low), 2.9))
+        step = a / 2 * (3 * eye - a * a * z @ y)
+        y, z = y @ step, step @ z
+        low = min(a * v * (3 - (a * v) ** 2) / 2 for v in (low, 1.0))
+    return _checked(z / norm.sqrt(), x, damping, bound)
+
+
+def _checked(root: Tensor, x: Tensor, damping: float, bound: float) -> tuple[Tensor, Tensor, Tensor]:
+    eye = torch.eye(x.shape[-1], dtype=x.dtype)
+    residual = (eye - root @ (x + damping * eye) @ root).norm(dim=(-2, -1))
+    restarted = ~(residual <= bound * math.sqrt(x.shape[-1])) | (torch.linalg.cholesky_ex(root).info > 0)
+    if restarted.any():
+        root[restarted] = inverse_power(x[restarted], damping)
+    return root, root, restarted
+
+
 # ------------------------------------------------------------------------------------------------ the optimizer
 
 
@@ -67,7 +139,11 @@ class Roots(torch.optim.Optimizer):
     With ``sample_steps``, the products of the first steps come from per-sample gradients, scaled to the trace of those
     of the mini-batch gradient. With ``lazy``, L and R take in the gradients of the steps in which roots are made, and
     no others. With ``decay``, the damping is at least 1 / t^2 in step t. With ``adam_tables``, tables have Adam's
-    update.
+    update, with ``full_tables`` a diagonal L and an R in blocks.
+
+    ``exponents`` are p and q. ``block`` is the longest block of a long side. With ``tracking`` "qr", "newton"
+    or "coupled", roots are made by :func:`qr_root`, :func:`newton_root` or :func:`coupled_root` with the check
+    ``bound``; ``restarts`` and ``tracked`` count the blocks that eigh has made, and all.
     """
 
     def __init__(
@@ -84,13 +160,20 @@ class Roots(torch.optim.Optimizer):
         lazy: bool = False,
         decay: bool = False,
         adam_tables: bool = False,
+        full_tables: bool = False,
+        exponents: tuple[float, float] = (0.5, 0.5),
+        block: int = 128,
+        tracking: str = "",
+        bound: float = 0.5,
     ) -> None:
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps}
         defaults.update(damping=damping, update_every=update_every, max_rms=max_rms, lazy=lazy, decay=decay)
+        defaults.update(exponents=exponents, block=block, tracking=tracking, bound=bound)
         super().__init__([p for p in model.parameters() if p.requires_grad], defaults)
         self.tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
         self.samples = SampleGradients(model) if sample_steps else None
-        self.sample_steps, self.adam_tables = sample_steps, adam_tables
+        self.sample_steps, self.adam_tables, self.full_tables = sample_steps, adam_tables, full_tables
+        self.restarts, self.tracked = 0, 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -113,8 +196,9 @@ class Roots(torch.optim.Optimizer):
         g = gradient.flatten(1)
         m, n = g.shape
         table = param in self.tables
-        rows = 1 if table else block_size(m, n)
-        cols = 1 if table else block_size(n, m, param[0, 0].numel() if param.ndim > 2 else 1)
+        unit = param[0, 0].numel() if param.ndim > 2 else 1
+        rows = 1 if table else block_size(m, n, longest=group["block"])
+        cols = 1 if table and not self.full_tables else block_size(n, m, unit, group["block"])
         if "momentum" not in state:
             state.update(momentum=torch.zeros_like(g), averaged=0)
             state["left"] = g.new_zeros(math.ceil(m / rows), rows, rows)
@@ -135,12 +219,24 @@ class Roots(torch.optim.Optimizer):
             correction = 1 - beta2**step
             damping = max(group["damping"], step**-2) if group["decay"] else group["damping"]
             trace = (_trace(state["left"]) / correction).clamp_min(torch.finfo(g.dtype).tiny)
-            state["left_root"] = _root(state["left"] / correction, damping * trace / m) * trace.sqrt()
-            state["right_root"] = _root(state["right"] / correction, damping * trace / n)
+            left = self._root(state, "left", state["left"] * (m / correction / trace), damping, group)
+            state["left_root"] = left * (math.sqrt(m * n) / trace.sqrt())
+            state["right_root"] = self._root(state, "right", state["right"] * (n / correction / trace), damping, group)
         ahead = state["momentum"].lerp(g, 1 - beta1).div_(1 - beta1**step)
         direction = multiply(state["left_root"], multiply(state["right_root"], ahead.mT).mT)
         rms = direction.norm() / math.sqrt(m * n)
         return direction.div_((rms / group["max_rms"]).clamp_min_(1.0)).view_as(param)
+
+    def _root(self, state: State, side: str, x: Tensor, damping: float, group: dict[str, Any]) -> Tensor:
+        """The root of a side with the mean eigenvalue 1."""
+        exponent = group["exponents"][side == "right"]
+        if x.shape[-1] == 1 or not group["tracking"]:
+            return inverse_power(x, damping, exponent)
+        last = state.get(side + "_last", torch.eye(x.shape[-1], dtype=x.dtype).expand_as(x))
+        follow = {"qr": qr_root, "newton": newton_root, "coupled": coupled_root}[group["tracking"]]
+        root, state[side + "_last"], restarted = follow(x, damping, last, group["bound"])
+        self.restarts, self.tracked = self.restarts + int(restarted.sum()), self.tracked + len(x)
+        return root
 
 
 def adam_direction(param: Tensor, gradient: Tensor, state: State, group: dict[str, Any]) -> Tensor:
@@ -152,10 +248,6 @@ def adam_direction(param: Tensor, gradient: Tensor, state: State, group: dict[st
     state["second"].lerp_(gradient.square(), 1 - beta2)
     ahead = state["momentum"].lerp(gradient, 1 - beta1) / (1 - beta1**step)
     return ahead / ((state["second"] / (1 - beta2**step)).sqrt() + group["eps"])
-
-
-def _root(x: Tensor, damping: Tensor) -> Tensor:
-    return (x + damping).rsqrt() if x.shape[-1] == 1 else inverse_root(x, damping)
 
 
 def _trace(x: Tensor) -> Tensor:

@@ -256,6 +256,9 @@ CANDIDATES: dict[str, OptimizerEntry] = {
     name: OptimizerEntry(name, title, _ROOTS, _of_model, {"lr": 0.005, **hyper}, {"lr": _ADAM_LR})
     for name, title, hyper in (
         ("roots-1", "Roots in every step", {"update_every": 1}),
+        ("roots-1-qr", "Roots in every step, by QR", {"update_every": 1, "tracking": "qr", "bound": 0.3}),
+        ("roots-1-newton", "Roots in every step, by Newton", {"update_every": 1, "tracking": "newton", "bound": 0.1}),
+        ("roots-1-coupled", "Roots in every step, coupled", {"update_every": 1, "tracking": "coupled", "bound": 0.1}),
         ("roots-2", "Roots every 2 steps", {"update_every": 2}),
         ("roots-5", "Roots every 5 steps", {"update_every": 5}),
         ("roots-10", "Roots every 10 steps", {"update_every": 10}),
