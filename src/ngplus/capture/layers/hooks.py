@@ -74,11 +74,6 @@ class Watcher:
         recorder, use = self._recorder(), self._uses.get(matrix)
         return recorder is not None and use is not None and recorder.recording(use.matrix)
 
-    def armed(self, matrix: int) -> bool:
-        """Returns True if the matrix is due for a refresh at the next step."""
-        use = self._uses.get(matrix)
-        return use is not None and use.matrix.armed
-
     def note_samples(self, matrix: int, output: Any) -> None:
         """Remembers where the samples of an output are, if it is made under no_grad and will be made again."""
         recorder, use = self._recorder(), self._uses.get(matrix)
