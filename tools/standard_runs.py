@@ -62,7 +62,8 @@ def main() -> None:
         seeds = () if asked.rates_only else SEEDS
         budgets = json.loads(asked.budgets.read_text()) if asked.budgets else {}
         run_all(rows, chains, asked.preset, seeds, asked.out, asked.workers, asked.data, budgets, asked.rates)
-    print("\n".join(tables([row for row in rows if row["preset"] == asked.preset])))
+    shown = [row for row in rows if row["preset"] == asked.preset and row["workload"] in asked.workloads]
+    print("\n".join(tables(shown)))
 
 
 def read(path: Path) -> list[Row]:
