@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "momentum": {"damping": 0.5, "update_every": 3, "curvature": "momentum"},
     "batch": {"damping": 0.5, "update_every": 3, "curvature": "batch"},
     "blocks": {"damping": 0.5, "update_every": 3, "block_size": 3},
-    "relative": {"damping": "auto", "update_every": 3, "graft": "sgd", "weight_decay": 1e-3},
+    "relative": {"damping": 0.0, "relative_damping": 0.1, "update_every": 3, "graft": "sgd", "weight_decay": 1e-3},
 }
 NGADAM = ("ngadam", "ngadam blocks")
 

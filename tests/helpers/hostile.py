@@ -17,7 +17,7 @@ from ngplus import NGAdam, NGPlus
 METHODS: dict[str, Method] = {
     "default": NGPlus,
     "dense": partial(NGPlus, solver="dense"),
-    "auto": partial(NGPlus, graft="adam", damping="auto"),
+    "relative": partial(NGPlus, graft="adam", damping=0.0, relative_damping=0.1),
     "momentum": partial(NGPlus, curvature="momentum", nesterov=True),
     "momentum in blocks": partial(NGPlus, curvature="momentum", block_size=3),
     "batch": partial(NGPlus, curvature="batch", weight_decay=0.1, graft="sgd"),

@@ -99,7 +99,7 @@ grafted = partial(NGPlus, graft="sgd")
         partial(grafted, samples=0.5, curvature="momentum"),
         partial(grafted, sketch={"size": 6, "kind": "gaussian"}, seed=3),
         partial(grafted, solver="sketched", sketch=5, seed=3),
-        partial(grafted, damping="auto", side="right"),
+        partial(grafted, damping=0.0, relative_damping=0.1, side="right"),
         partial(grafted, nesterov=True, weight_decay=0.1),
         partial(grafted, lr=torch.tensor(1e-3), maximize=True, loss_reduction="sum"),
         NGAdam,

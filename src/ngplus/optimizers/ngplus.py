@@ -60,8 +60,10 @@ class NGPlus(BaseOptimizer):
         nesterov (bool): enable Nesterov momentum (default: False).
         weight_decay (float): added to the preconditioned gradient, times the parameter (default: 0).
         maximize (bool): maximize the objective (default: False).
-        damping (float or str): lambda. ``"auto"`` is a tenth of the mean eigenvalue of each layer's L or R. 0 is
-            refused with the solvers ``"woodbury"`` and ``"sketched"``, which divide by it (default: 0.3).
+        damping (float): the absolute part of lambda = damping + relative_damping * trace(L)/d (default: 0.3).
+        relative_damping (float): the part of lambda that is relative to the mean eigenvalue trace(L)/d of each layer's
+            L or R, d x d. The solvers ``"woodbury"`` and ``"sketched"`` divide by lambda and need one of the two above
+            0 (default: 0).
         update_every (int): T, the number of steps between two refreshes. The first is at the first step. With
             ``curvature="batch"``, Ltilde is updated in every step and inverted every T steps (default: 20).
         curvature (str): ``"sample"``, the L or R above; ``"momentum"``, their moving average
@@ -114,7 +116,8 @@ class NGPlus(BaseOptimizer):
         nesterov: bool = False,
         weight_decay: float = 0.0,
         maximize: bool = False,
-        damping: float | str = 0.3,
+        damping: float = 0.3,
+        relative_damping: float = 0.0,
         update_every: int = 20,
         curvature: str = "sample",
         beta: float = 0.9,
@@ -141,6 +144,7 @@ class NGPlus(BaseOptimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
             "damping": damping,
+            "relative_damping": relative_damping,
             "update_every": update_every,
             "curvature": curvature,
             "beta": beta,

@@ -38,8 +38,7 @@ from ngplus.utils.typing import Group, State
 StateEntries = dict[str, Any]  # new entries of a state; the stacks of a matrix are a list
 
 TAILS = ("", "_tail")
-RELATIVE_AUTO = 0.1  # damping="auto", as a part of the mean eigenvalue
-DAMPING_FLOOR = 1e-30  # damping="auto" of a zero matrix
+DAMPING_FLOOR = 1e-30  # of relative damping alone, for a zero matrix
 
 
 class Curvature(NamedTuple):
@@ -150,11 +149,12 @@ def accumulate_batches(state: State, estimate: CurvatureEstimate, group: Group) 
 
 
 def damping_of(group: Group, diagonals: Sequence[Tensor]) -> Tensor:
-    """lambda; "auto" is a part of the mean eigenvalue trace(L)/d of the whole layer, from L's diagonals."""
-    if group["damping"] != "auto":  # no constant: a compiled step follows a schedule without recompilation
-        return diagonals[0].new_zeros(()) + group["damping"]
+    """lambda = damping + relative_damping * trace(L)/d, the mean eigenvalue of the whole layer, from L's diagonals."""
+    damping = diagonals[0].new_zeros(()) + group["damping"]  # no constant: a compiled step follows a schedule
+    if group["relative_damping"] == 0:
+        return damping
     mean = torch.cat([diagonal.flatten() for diagonal in diagonals]).mean()
-    return (RELATIVE_AUTO * mean).clamp_min(DAMPING_FLOOR)
+    return (damping + group["relative_damping"] * mean).clamp_min(DAMPING_FLOOR)
 
 
 def invert(estimate: CurvatureEstimate, group: Group, seed: int, status: RefreshStatus | None = None) -> StateEntries:
