@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from ngplus.capture.batch import BatchDims
 from ngplus.capture.collector import Collector, seed_of
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.capture.sample_index import SampleIndex
+from ngplus.diagnostics.health import EigenvalueBounds, Health
 from ngplus.diagnostics.plan import Plan, plan_of
 from ngplus.distributed.collectives import Distributor, ReplicatedDistributor
 from ngplus.fisher.products import REFRESH_MEMORY
@@ -252,6 +254,24 @@ class NGPlus(BaseOptimizer):
         state = self.state.get(matrix.params[0], {})
         dense = curvatures.dense_curvature(state, matrix, group, matrix.estimate)
         return Curvature(matrix.side(group["side"]), dense[0] if matrix.groups == 1 else dense)
+
+    def health(self, eigenvalues: bool = False) -> Health:
+        """Counts of skipped steps and failed refreshes since the optimizer was made, by layer.
+
+        Args:
+            eigenvalues (bool): also the smallest and largest eigenvalue of lambda I + L of each layer, h_1 and h_2 of
+                the paper's Assumption 1. They come from an eigendecomposition of each stored inverse that this rank has
+                (default: False).
+
+        Examples:
+            >>> ngplus.NGPlus(nn.Linear(3, 2)).health().good
+            True
+        """
+        found = super().health()
+        if not eigenvalues:
+            return found
+        pairs = ((m.name, curvatures.eigenvalue_bounds(self.state.get(m.params[0], {}))) for m in self._matrices)
+        return replace(found, eigenvalues=tuple(EigenvalueBounds(n, *bounds) for n, bounds in pairs if bounds))
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim."""

@@ -234,6 +234,21 @@ def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: C
     return partition.dense([inverses.damped(torch.linalg.inv(i.to(dtype)), -damping).to(i.dtype) for i in inverse])
 
 
+def eigenvalue_bounds(state: State) -> tuple[float, float] | None:
+    """The smallest and largest eigenvalue of the lambda I + L that is in use; None before the first refresh."""
+    inverse, factor = read(state, "inverse"), read(state, "factor")
+    if inverse is not None:
+        values = torch.cat([torch.linalg.eigvalsh(i.double()).flatten() for i in inverse]).clamp_min(0)
+        return 1 / float(values.max()), 1 / max(float(values.min()), torch.finfo(torch.float64).tiny)
+    if factor is None:
+        return None
+    damping = float(state["damping"])
+    squares = [torch.linalg.svdvals(u.double()).square() for u in factor]
+    whole = all(u.shape[-1] >= u.shape[-2] for u in factor)  # else L has the eigenvalue 0
+    least = min(float(s.min()) for s in squares) if whole else 0.0
+    return damping + least, damping + max(float(s.max()) for s in squares)
+
+
 def add_placeholders(state: State, group: Group) -> None:
     """Adds empty entries for every solver that "auto" may choose: a flat distributed checkpoint needs all keys."""
     if group["solver"] == "auto" and group["curvature"] == "sample":
