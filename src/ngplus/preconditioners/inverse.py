@@ -54,14 +54,12 @@ class InversePreconditioner(MatrixPreconditioner):
         finite and the last one stays in use."""
         matrix, group, state = self.matrix, self.group, self.state
         if group["curvature"] == "batch":
-            stacks = curvatures.read(state, "curvature")
-            assert stacks is not None
-            return CurvatureEstimate(stacks)
+            return curvatures.accumulated(state, group)
         if gathered is None:
             assert gradient is not None
             estimate = curvatures.mini_batch(matrix, gradient, group, seed_of(group))
             if self._distributor is not None:  # as from samples, where ranks add up L: a checkpoint has one form
-                estimate = CurvatureEstimate(estimate.dense())
+                estimate = CurvatureEstimate(estimate.dense(), None, estimate.gradients)
         else:
             estimate = curvatures.per_sample(gathered, group, matrix.partition_of(group), captured_scale())
         bad = ~estimate.finite()

@@ -10,6 +10,7 @@ inverse                      (lambda I + L)^-1                                  
 factor, core                 U and the r x r (or r x q) matrix beside it          "woodbury", "sketched"
 sketch_seed                  of the sketch in the core                            "sketched"
 damping                      lambda of the last refresh                           all
+longest                      the longest step, from trace(L)                      graft "sgd"
 graft_exp_avg, ..._sq, _step Adam's moments of the plain gradient                 graft "adam"
 refreshed                    what the last refresh was made for, as a number      all
 ============================ ==================================================== =========================
@@ -19,6 +20,7 @@ A tensor is a stack [groups * blocks, p, ...]; where the last block is smaller, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -58,10 +60,12 @@ class Curvature(NamedTuple):
 
 @dataclass
 class CurvatureEstimate:
-    """L (or R) of one refresh, divided by its number of samples: as it is, or as U with L = U U^T."""
+    """L (or R) of one refresh, divided by its number of samples: as it is, or as U with L = U U^T. The gradient is at
+    most ``gradients`` sqrt(trace(L)) long: see :func:`longest_step`."""
 
     matrices: list[Tensor] | None
     low_rank: list[Tensor] | None = None
+    gradients: float = 1.0
 
     def dense(self) -> list[Tensor]:
         if self.matrices is not None:
@@ -79,7 +83,13 @@ class CurvatureEstimate:
         def chosen(stacks: list[Tensor] | None) -> list[Tensor] | None:
             return None if stacks is None else [stack.masked_fill(bad, 0) for stack in stacks]
 
-        return CurvatureEstimate(chosen(self.matrices), chosen(self.low_rank))
+        return CurvatureEstimate(chosen(self.matrices), chosen(self.low_rank), self.gradients)
+
+    def diagonals(self) -> list[Tensor]:
+        """Of L."""
+        if self.matrices is not None:
+            return [m.diagonal(dim1=-2, dim2=-1) for m in self.matrices]
+        return [u.square().sum(-1) for u in self.low_rank or []]
 
 
 def per_sample(
@@ -94,14 +104,15 @@ def per_sample(
     """
     scale = (gathered.samples if group["loss_reduction"] == "mean" else 1) / gathered.ranks / grad_scale
     weight = scale * scale / gathered.used
+    gradients = 1.0 if group["loss_reduction"] == "mean" else float(gathered.samples)
     if gathered.low_rank and gathered.product_sum is None:
         factors = [torch.cat(stack, dim=-1) * weight**0.5 for stack in zip(*gathered.low_rank, strict=True)]  # U
         if keeps_low_rank(group, factors[0].shape[-1], partition.size):
-            return CurvatureEstimate(None, factors)
-        return CurvatureEstimate([u @ u.mT for u in factors])
+            return CurvatureEstimate(None, factors, gradients)
+        return CurvatureEstimate([u @ u.mT for u in factors], None, gradients)
     total = gathered.products()
     assert total is not None
-    return CurvatureEstimate([stack * weight for stack in total])
+    return CurvatureEstimate([stack * weight for stack in total], None, gradients)
 
 
 def mini_batch(matrix: ParameterMatrix, gradient: Tensor, group: Group, seed: int) -> CurvatureEstimate:
@@ -131,7 +142,14 @@ def average(state: State, estimate: CurvatureEstimate, group: Group) -> Curvatur
         held = [o.to(m) for o, m in zip(old, matrices, strict=True)]
         matrices = list(torch._foreach_lerp(held, matrices, 1.0 - beta))
     write(state, "curvature", matrices)
-    return CurvatureEstimate(matrices)
+    return CurvatureEstimate(matrices, None, estimate.gradients)
+
+
+def accumulated(state: State, group: Group) -> CurvatureEstimate:
+    """Ltilde_k, which is gamma G_B G_B^T at least."""
+    stacks = read(state, "curvature")
+    assert stacks is not None
+    return CurvatureEstimate(stacks, None, group["gamma"] ** -0.5 if group["gamma"] > 0 else math.inf)
 
 
 def accumulate_batches(state: State, estimate: CurvatureEstimate, group: Group) -> None:
@@ -159,24 +177,33 @@ def damping_of(group: Group, diagonals: Sequence[Tensor]) -> Tensor:
 
 def invert(estimate: CurvatureEstimate, group: Group, seed: int, status: RefreshStatus | None = None) -> StateEntries:
     """The dense inverse of lambda I + L, or U and the core of Woodbury's identity."""
+    damping = damping_of(group, estimate.diagonals())
+    scalars = {"damping": damping}
+    if group["graft"] == "sgd":
+        scalars["longest"] = longest_step(estimate)
     if estimate.low_rank is None:
-        matrices = estimate.dense()
-        damping = damping_of(group, [m.diagonal(dim1=-2, dim2=-1) for m in matrices])
-        return {"damping": damping, "inverse": [inverses.dense_inverse(m, damping, status) for m in matrices]}
-    damping = damping_of(group, [u.square().sum(-1) for u in estimate.low_rank])
+        return {**scalars, "inverse": [inverses.dense_inverse(m, damping, status) for m in estimate.dense()]}
     if group["solver"] == "sketched":
         cores = [
             inverses.sketched_core(root, damping, _sketch(group, root, seed), status) for root in estimate.low_rank
         ]
-        return {"damping": damping, "factor": estimate.low_rank, "core": cores, "sketch_seed": seed}
+        return {**scalars, "factor": estimate.low_rank, "core": cores, "sketch_seed": seed}
     cores = [inverses.woodbury_core(u, damping, status) for u in estimate.low_rank]
-    return {"damping": damping, "factor": estimate.low_rank, "core": cores}
+    return {**scalars, "factor": estimate.low_rank, "core": cores}
+
+
+def longest_step(estimate: CurvatureEstimate) -> Tensor:
+    """A bound on the length of the gradient G, the mean of the G_i: |G|^2 <= mean |G_i|^2 = trace(L) (Jensen). The
+    gradients of later steps are held to it, so that one outlier does not ruin the run. L = 0 bounds nothing."""
+    trace = torch.cat([diagonal.flatten() for diagonal in estimate.diagonals()]).sum()
+    most = torch.finfo(trace.dtype).max
+    return torch.where(trace > 0, estimate.gradients * trace.sqrt(), most).clamp(max=most)
 
 
 def install(state: State, new: StateEntries) -> None:
     """Replaces the inverse in the state. Its tensors are contiguous, as those of a checkpoint are: products round
     differently with other strides, and a resumed run would differ from one that was not interrupted."""
-    clear(state, "inverse", "factor", "core")
+    clear(state, "inverse", "factor", "core", "longest")
     for key, value in new.items():
         if isinstance(value, list):
             write(state, key, [x.contiguous() for x in value])
