@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ngplus
+from helpers import steps
 from helpers.ranks import Pool
 
 FILE = Path(__file__).with_suffix(".json")
@@ -162,7 +163,7 @@ class Config:
     dtype: torch.dtype = torch.float64
 
 
-PAPER: dict[str, Any] = {"lr": 0.05, "damping": 0.3, "update_every": 4}
+PAPER: dict[str, Any] = {**steps.PAPER, "lr": 0.05, "damping": 0.3, "update_every": 4}
 IMAGES, TOKENS = Seeded(2, 6, 6), Seeded(4, top=11)
 
 
@@ -183,6 +184,8 @@ class Preconditioned(torch.optim.SGD):
 
 
 CONFIGS: dict[str, Config] = {
+    "defaults": Config({"lr": 0.05}),
+    "defaults, convolutions": Config({"lr": 0.05}, convolutions, IMAGES),
     # layers
     "linear": Config(paper()),
     "convolutions": Config(paper(), convolutions, IMAGES),

@@ -261,7 +261,9 @@ def test_a_step_that_overflows_is_left_out() -> None:
     """An inverse of 1e30 and a gradient of 1e15: no fault of either, but no step either."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    optimizer = NGPlus(model, lr=1.0, damping=1e-30, curvature="batch", beta=0.0, gamma=0.0)
+    optimizer = NGPlus(
+        model, lr=1.0, damping=1e-30, relative_damping=0.0, curvature="batch", beta=0.0, gamma=0.0, graft=None
+    )
     before = parameters(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -106,10 +106,10 @@ CLASHES = [
     ({"solver": "woodbury", "curvature": "momentum"}, "woodbury.*curvature"),
     ({"solver": "woodbury", "curvature": "batch"}, "woodbury.*curvature"),
     ({"solver": "sketched", "curvature": "momentum"}, "sketched.*curvature"),
-    ({"solver": "woodbury", "damping": 0.0}, "damping"),
-    ({"solver": "sketched", "damping": 0}, "damping"),
+    ({"solver": "woodbury", "curvature": "sample", "relative_damping": 0.0}, "damping"),
+    ({"solver": "sketched", "curvature": "sample", "relative_damping": 0}, "damping"),
     ({"nesterov": True, "momentum": 0.0}, "nesterov=True.*momentum, which is 0.0"),
-    ({"solver": "woodbury", "sketch": 3}, "woodbury.*sketch"),
+    ({"solver": "woodbury", "curvature": "sample", "sketch": 3}, "woodbury.*sketch"),
 ]
 
 

@@ -196,5 +196,5 @@ def test_optimizer_can_be_printed() -> None:
     for optim_input in INPUTS:
         text = repr(build(optim_input, small_net()))
         assert text.startswith(f"{optim_input.kind.__name__} (")
-        name, usual = ("curvature", "sample") if optim_input.kind is NGPlus else ("betas", (0.9, 0.95))
+        name, usual = ("curvature", "momentum") if optim_input.kind is NGPlus else ("betas", (0.9, 0.95))
         assert f"{name}: {optim_input.kwargs.get(name, usual)}" in text

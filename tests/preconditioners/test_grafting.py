@@ -26,7 +26,7 @@ def test_grafting_to_sgd() -> None:
 def test_grafting_to_adam() -> None:
     """The length is that of torch's own Adam on the same gradients, whatever the direction."""
     model = nn.Linear(5, 3)
-    optimizer = ngplus.NGPlus(model, lr=0.1, update_every=1, graft="adam", **PAPER)
+    optimizer = ngplus.NGPlus(model, lr=0.1, update_every=1, **{**PAPER, "graft": "adam"})
     shadow = nn.Linear(5, 3)
     adam = torch.optim.Adam(shadow.parameters(), lr=0.1, betas=(0.0, 0.95), eps=1e-8)
     for x, y in batches(5):

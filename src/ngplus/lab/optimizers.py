@@ -156,6 +156,10 @@ def _shampoo(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer
     return _with_tables(PlainState(cls(dense, **hyper)), sparse, lambda p: torch.optim.SparseAdam(p, lr=hyper["lr"]))
 
 
+# Algorithm 1 as the paper has it; damping is absolute there, and its refreshes are 200 to 1,000 steps apart.
+PAPER_FORM: dict[str, Any] = {
+    "relative_damping": 0.0, "curvature": "sample", "side": "smaller", "block_size": None, "graft": None,
+}  # fmt: skip
 _SGD_LR = Range(0.03, 30.0, unit="step", start=1.0)
 _ADAM_LR = Range(3e-4, 1e-1)
 _DAMPED = {
@@ -248,7 +252,15 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
             "NG+",
             "ngplus:NGPlus",
             _ngplus,
-            {"lr": 0.1, "momentum": 0.9, "damping": 0.3, "update_every": 10},
+            {"lr": 0.1, "relative_damping": 0.3},
+            {"lr": _SGD_LR, "relative_damping": Range(0.03, 10.0)},
+        ),
+        OptimizerEntry(
+            "ngplus-paper",
+            "NG+, the paper's form",
+            "ngplus:NGPlus",
+            _ngplus,
+            {**PAPER_FORM, "lr": 0.1, "momentum": 0.9, "damping": 0.3, "update_every": 10},
             _DAMPED,
         ),
         OptimizerEntry("ngadam", "NGAdam", "ngplus:NGAdam", _of_model, {"lr": 0.005}, {"lr": _ADAM_LR}),

@@ -40,7 +40,7 @@ class InversePreconditioner(MatrixPreconditioner):
         """Ltilde_k of ``curvature="batch"``."""
         if self.group["curvature"] == "batch":
             estimate = curvatures.mini_batch(self.matrix, update.gradient, self.group, seed_of(self.group))
-            curvatures.accumulate_batches(self.state, estimate, self.group)
+            curvatures.accumulate_batches(self.state, estimate, self.matrix.side(self.group["side"]), self.group)
 
     def refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
         estimate = self.estimate(update.gradient, gathered, status)
@@ -72,7 +72,7 @@ class InversePreconditioner(MatrixPreconditioner):
             if dropped:
                 return estimate
         if group["curvature"] == "momentum":
-            return curvatures.average(state, estimate, group)
+            return curvatures.average(state, estimate, matrix.side(group["side"]), group)
         matrix.estimate = estimate
         return estimate
 
@@ -80,6 +80,7 @@ class InversePreconditioner(MatrixPreconditioner):
         """Writes the result of a refresh to the state, and drops entries of options that have changed."""
         if self.group["curvature"] == "sample":
             curvatures.clear(self.state, "curvature")
+            self.state.pop("curvature_side", None)
         curvatures.install(self.state, new)
 
     def precondition(self, update: MatrixUpdate) -> Direction:

@@ -6,6 +6,7 @@ The functions read the options of a parameter group and keep their results in th
 key                          what                                                 kept by
 ============================ ==================================================== =========================
 curvature                    the moving average of L or R                         "momentum", "batch"
+curvature_side               0 for L, 1 for R: a square matrix may change sides   "momentum", "batch"
 inverse                      (lambda I + L)^-1                                    solver "dense"
 factor, core                 U and the r x r (or r x q) matrix beside it          "woodbury", "sketched"
 sketch_seed                  of the sketch in the core                            "sketched"
@@ -133,16 +134,26 @@ def mini_batch(matrix: ParameterMatrix, gradient: Tensor, group: Group, seed: in
     return CurvatureEstimate([stack @ stack.mT for stack in stacks])
 
 
-def average(state: State, estimate: CurvatureEstimate, group: Group) -> CurvatureEstimate:
+def average(state: State, estimate: CurvatureEstimate, side: str, group: Group) -> CurvatureEstimate:
     """Lbar_k = beta Lbar_(k-1) + (1 - beta) L_k, with Lbar_0 = L_0."""
     matrices = estimate.dense()
-    old = read(state, "curvature")
-    beta = group["beta"]
-    if group["step"] > 0 and old is not None and [o.shape for o in old] == [m.shape for m in matrices]:
-        held = [o.to(m) for o, m in zip(old, matrices, strict=True)]
-        matrices = list(torch._foreach_lerp(held, matrices, 1.0 - beta))
+    old = _last_average(state, matrices, side, group)
+    if old is not None:
+        matrices = list(torch._foreach_lerp(old, matrices, 1.0 - group["beta"]))
     write(state, "curvature", matrices)
     return CurvatureEstimate(matrices, None, estimate.gradients)
+
+
+def _last_average(state: State, matrices: list[Tensor], side: str, group: Group) -> list[Tensor] | None:
+    """The moving average in the state, in the dtype of ``matrices``; None where it is of another side or size, or none.
+    The state is for this side from now on."""
+    number = ("left", "right").index(side)
+    same = state.get("curvature_side", number) == number
+    state["curvature_side"] = number
+    old = read(state, "curvature")
+    if group["step"] == 0 or not same or old is None or [o.shape for o in old] != [m.shape for m in matrices]:
+        return None
+    return [o.to(m) for o, m in zip(old, matrices, strict=True)]
 
 
 def accumulated(state: State, group: Group) -> CurvatureEstimate:
@@ -152,15 +163,14 @@ def accumulated(state: State, group: Group) -> CurvatureEstimate:
     return CurvatureEstimate(stacks, None, group["gamma"] ** -0.5 if group["gamma"] > 0 else math.inf)
 
 
-def accumulate_batches(state: State, estimate: CurvatureEstimate, group: Group) -> None:
+def accumulate_batches(state: State, estimate: CurvatureEstimate, side: str, group: Group) -> None:
     """Ltilde_k = beta Ltilde_(k-1) + gamma G_B G_B^T in every step, the first included, started from lambda_0 I."""
     matrices = estimate.dense()
     beta, gamma = group["beta"], group["gamma"]
-    old = read(state, "curvature")
-    if group["step"] == 0 or old is None or [o.shape for o in old] != [m.shape for m in matrices]:
+    old = _last_average(state, matrices, side, group)
+    if old is None:
         start = damping_of(group, [gamma * m.diagonal(dim1=-2, dim2=-1) for m in matrices])
         old = [inverses.damped(torch.zeros_like(m), start) for m in matrices]
-    old = [o.to(m) for o, m in zip(old, matrices, strict=True)]
     # A product that has overflowed is left out. The device decides, since this happens in every step.
     new = [torch.where(m.isfinite().all(), beta * o + gamma * m, o) for o, m in zip(old, matrices, strict=True)]
     write(state, "curvature", new)
