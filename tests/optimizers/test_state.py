@@ -208,7 +208,7 @@ def test_a_changed_option_is_a_refresh_from_samples(change: dict[str, Any], when
                 its.step()
     (row,) = optimizer.plan()
     assert (row.source, row.side) == ("sample", "left")
-    assert optimizer.state[model.weight]["inverse"].shape[-1] == change.get("block_size", 7)
+    assert optimizer.state[model.weight]["inverse"].shape[-1] == change.get("block_size", 5)
     torch.testing.assert_close(optimizer.curvature("weight").matrix, fresh.curvature("weight").matrix)
 
 
