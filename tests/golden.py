@@ -214,7 +214,7 @@ CONFIGS: dict[str, Config] = {
     "sketch gaussian": Config(paper(sketch={"size": 4, "kind": "gaussian"})),
     "countsketch": Config(paper(sketch={"size": 4, "kind": "countsketch"})),
     "srht": Config(paper(sketch={"size": 4, "kind": "srht"})),
-    "graft sgd": Config(paper(graft="sgd"), convolutions, IMAGES),
+    "graft sgd": Config(paper(graft="sgd", lr=0.005), convolutions, IMAGES),
     "graft adam": Config(paper(graft="adam", lr=0.01)),
     # the update
     "momentum and decay": Config(paper(momentum=0.8, weight_decay=0.01, nesterov=True)),
