@@ -184,8 +184,6 @@ class Preconditioned(torch.optim.SGD):
 
 
 CONFIGS: dict[str, Config] = {
-    "defaults": Config({"lr": 0.05}),
-    "defaults, convolutions": Config({"lr": 0.05}, convolutions, IMAGES),
     # layers
     "linear": Config(paper()),
     "convolutions": Config(paper(), convolutions, IMAGES),
@@ -241,6 +239,9 @@ CONFIGS: dict[str, Config] = {
     ),
     "ngadam two ranks": Config({"lr": 0.02}, train="two ranks", make=ngplus.NGAdam),
     "ngadam fsdp2": Config({"lr": 0.02}, train="fsdp2", make=ngplus.NGAdam),
+    # the defaults of NGPlus
+    "defaults": Config({"lr": 0.05}),
+    "defaults, convolutions": Config({"lr": 0.05}, convolutions, IMAGES),
 }
 IN_RANKS = ("two ranks", "fsdp2")
 
