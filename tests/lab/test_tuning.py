@@ -32,7 +32,7 @@ def test_tune_writes_a_preset_that_train_takes() -> None:
     arguments = ["tune", "digits", "--optimizer", "sgd,ngplus", "--trials", "3", *SHORT]
     ngplus(*arguments)
     held = json.loads(Path("presets/digits.json").read_text())["presets"]["small"]
-    assert set(held["ngplus"]["hyper"]) == {"lr", "damping"}
+    assert set(held["ngplus"]["hyper"]) == {"lr", "relative_damping"}
     assert len(held["sgd"]["tuning"]["trials"]) == 3
     rates = [trial["hyper"]["lr"] for trial in held["sgd"]["tuning"]["trials"]]
     step = held["sgd"]["tuning"]["scales"]["step"]
