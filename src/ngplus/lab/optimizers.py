@@ -252,7 +252,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
             "NG+",
             "ngplus:NGPlus",
             _ngplus,
-            {"lr": 0.1, "relative_damping": 0.3},
+            {"lr": 0.1, "relative_damping": 1.0},
             {"lr": _SGD_LR, "relative_damping": Range(0.03, 10.0)},
         ),
         OptimizerEntry(

@@ -74,7 +74,7 @@ class NGPlus(BaseOptimizer):
         damping (float): the absolute part of lambda = damping + relative_damping * trace(L)/d (default: 0).
         relative_damping (float): the part of lambda that is relative to the mean eigenvalue trace(L)/d of each layer's
             L or R, d x d. The solvers ``"woodbury"`` and ``"sketched"`` divide by lambda and need one of the two above
-            0 (default: 0.3).
+            0 (default: 1).
         update_every (int): T, the number of steps between two refreshes. The first is at the first step. With
             ``curvature="batch"``, Ltilde is updated in every step and inverted every T steps (default: 10).
         curvature (str): ``"sample"``, the L or R above; ``"momentum"``, their moving average
@@ -132,7 +132,7 @@ class NGPlus(BaseOptimizer):
         weight_decay: float = 0.0,
         maximize: bool = False,
         damping: float = 0.0,
-        relative_damping: float = 0.3,
+        relative_damping: float = 1.0,
         update_every: int = 10,
         curvature: str = "momentum",
         beta: float = 0.8,
