@@ -59,6 +59,12 @@ def test_costs_come_from_the_benchmark() -> None:
     assert verdicts(cheap) == ("–", "–", claims.NOT_RUN)
 
 
+def test_files_of_a_folder_are_named_together() -> None:
+    assert (
+        claims.named([Path("a/x.json"), Path("b/y.json"), Path("b/z.json"), Path("runs")]) == "a/x.json b/*.json runs"
+    )
+
+
 def test_the_command_writes_a_page_of_all_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for optimizer, rate in (("ngplus", 0.2), ("sgd", 0.1)):
@@ -76,7 +82,8 @@ def test_the_page_in_the_documentation_is_that_of_the_committed_runs(tmp_path: P
     from helpers.project import ROOT
     from ngplus.lab import collection
 
-    runs = collection.first(collection.find(sorted((ROOT / "docs/results/steps").glob("*.json"))))
+    places = [ROOT / "docs/results/sgd_rate/runs.json", *sorted((ROOT / "docs/results/steps").glob("*.json"))]
+    runs = collection.first(collection.find(places))
     costs = claims.bench_rows(json.loads((ROOT / "docs/performance/bench.json").read_text()))
     lines = [claims.line(claim, [r for r in runs if r.config.preset == "small"], costs) for claim in claims.CLAIMS]
     held = (ROOT / "docs/claims.md").read_text()

@@ -179,12 +179,19 @@ def claims(
             table.add_row(*map(terminal.shown, cells))
         console.print(table)
         if summary is not None:
-            folders = {path.parent for path in runs}
-            together = len(runs) > 1 and len(folders) == 1 and all(path.suffix == ".json" for path in runs)
-            shown = f"{folders.pop()}/*.json" if together else " ".join(map(str, runs))
-            command = f"ngplus claims {shown}{f' --costs {costs}' if costs else ''} --summary {summary}"
+            command = f"ngplus claims {named(runs)}{f' --costs {costs}' if costs else ''} --summary {summary}"
             write_atomically(summary, page(lines, command).encode())
             console.print(f"Written to {terminal.shown(str(summary))}", highlight=False)
+
+
+def named(places: Sequence[Path]) -> str:
+    """The arguments of a command; several files of a folder as FOLDER/*.json."""
+    folders = [path.parent for path in places if path.suffix == ".json"]
+    shown = [
+        f"{path.parent}/*.json" if path.suffix == ".json" and folders.count(path.parent) > 1 else str(path)
+        for path in places
+    ]
+    return " ".join(dict.fromkeys(shown))
 
 
 def line(claim: Claim, runs: Sequence[Run], costs: dict[str, float]) -> tuple[str, ...]:
@@ -202,10 +209,13 @@ def line(claim: Claim, runs: Sequence[Run], costs: dict[str, float]) -> tuple[st
 
 
 def compared(claim: Claim, runs: Sequence[Run], form: str) -> tuple[str, bool | None]:
-    """The number of a form of NG+ beside its rival's, and whether NG+ is ahead; None without runs of both."""
+    """The number of a form of NG+ beside its rival's on the seeds that both have, and whether NG+ is ahead; None
+    without such seeds."""
     here = [run for run in runs if run.config.workload == claim.workload]
     ours, theirs = ([run for run in here if run.config.optimizer == name] for name in (form, claim.rival))
-    if not ours or not theirs:
+    shared = {run.config.seed for run in ours} & {run.config.seed for run in theirs}
+    ours, theirs = ([run for run in part if run.config.seed in shared] for part in (ours, theirs))
+    if not shared:
         return "–", None
     if claim.quantity == "steps":
         return steps(ours, theirs)
@@ -287,8 +297,8 @@ def page(lines: Sequence[Sequence[str]], command: str) -> str:
         "A claim says that NG+ is ahead of another method. It counts as reproduced where NG+ is ahead here as well, by "
         "the mean over the seeds, with one of its two forms: the defaults of `NGPlus`, or the paper's form "
         "(`ngplus-paper`). How far it is ahead is for the reader to compare. Numbers are NG+ / the other method, with "
-        "the standard deviation over seeds; steps are those to the target of the preset `small`, with the number of "
-        "seeds that get there. How each method was tuned is in the [results](results.md), the rules are in the "
+        "the standard deviation over the seeds that both have; a metric without it is of one seed. Steps are those to the target of the preset `small`, with the number of seeds that get "
+        "there where not all do. How each method was tuned is in the [results](results.md), the rules are in the "
         "[laboratory](laboratory.md#what-makes-a-comparison-fair).",
         table,
         "## What was run in place of the paper's experiments",
