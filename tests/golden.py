@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ngplus
+from helpers import steps
 from helpers.ranks import Pool
 
 FILE = Path(__file__).with_suffix(".json")
@@ -162,7 +163,7 @@ class Config:
     dtype: torch.dtype = torch.float64
 
 
-PAPER: dict[str, Any] = {"lr": 0.05, "damping": 0.3, "update_every": 4}
+PAPER: dict[str, Any] = {**steps.PAPER, "lr": 0.05, "damping": 0.3, "update_every": 4}
 IMAGES, TOKENS = Seeded(2, 6, 6), Seeded(4, top=11)
 
 
@@ -211,7 +212,7 @@ CONFIGS: dict[str, Config] = {
     "sketch gaussian": Config(paper(sketch={"size": 4, "kind": "gaussian"})),
     "countsketch": Config(paper(sketch={"size": 4, "kind": "countsketch"})),
     "srht": Config(paper(sketch={"size": 4, "kind": "srht"})),
-    "graft sgd": Config(paper(graft="sgd"), convolutions, IMAGES),
+    "graft sgd": Config(paper(graft="sgd", lr=0.005), convolutions, IMAGES),
     "graft adam": Config(paper(graft="adam", lr=0.01)),
     # the update
     "momentum and decay": Config(paper(momentum=0.8, weight_decay=0.01, nesterov=True)),
@@ -238,6 +239,9 @@ CONFIGS: dict[str, Config] = {
     ),
     "ngadam two ranks": Config({"lr": 0.02}, train="two ranks", make=ngplus.NGAdam),
     "ngadam fsdp2": Config({"lr": 0.02}, train="fsdp2", make=ngplus.NGAdam),
+    # the defaults of NGPlus
+    "defaults": Config({"lr": 0.05}),
+    "defaults, convolutions": Config({"lr": 0.05}, convolutions, IMAGES),
 }
 IN_RANKS = ("two ranks", "fsdp2")
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ngplus
 from helpers.reference import dense_direction, random_gradients
+from helpers.steps import PAPER
 from ngplus.reference import ngadam_direction
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
@@ -66,7 +67,7 @@ def test_ngplus_makes_the_same_steps(model: Callable[[], nn.Module], shape: tupl
     """Three steps with a refresh in the first and the third."""
     slow, state = model(), None
     fast = copy.deepcopy(slow)
-    optimizer = ngplus.NGPlus(fast, lr=0.3, momentum=0.0, damping=0.1, update_every=2)
+    optimizer = ngplus.NGPlus(fast, lr=0.3, momentum=0.0, damping=0.1, update_every=2, **PAPER)
     for _ in range(3):
         x = torch.randn(*shape)
         y = torch.randn_like(slow(x).detach())

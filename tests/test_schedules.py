@@ -145,21 +145,14 @@ def test_schedule_is_plain_numbers_for_a_checkpoint(tmp_path: Any) -> None:
     assert torch.load(tmp_path / "schedule.pt", weights_only=True) == schedule.state_dict()
 
 
-@pytest.mark.parametrize("schedule", [ExponentialDamping, LambdaDamping])
-@pytest.mark.parametrize("owner", OWNERS)
-def test_automatic_damping_is_refused(owner: str, schedule: Callable[..., Any]) -> None:
-    optimizer = OWNERS[owner]("auto")
-    argument: Any = 0.8 if schedule is ExponentialDamping else (lambda epoch: 1.0)
-    with pytest.raises(ValueError, match="auto"):
-        schedule(optimizer, argument)
-    assert optimizer.param_groups[0]["damping"] == "auto"
-
-
-def test_automatic_damping_of_one_group_is_refused() -> None:
-    optimizer = two_groups(0.16, "auto")
-    with pytest.raises(ValueError, match="auto"):
-        ExponentialDamping(optimizer, rate=0.8)
-    assert [group["damping"] for group in optimizer.param_groups] == [0.16, "auto"]
+def test_relative_damping_is_scheduled_too() -> None:
+    """Both summands of lambda follow the schedule, so lambda itself does."""
+    optimizer = two_groups(0.16, 0.3)
+    optimizer.param_groups[1]["relative_damping"] = 0.2
+    schedule = LambdaDamping(optimizer, lambda epoch: 0.5**epoch)
+    schedule.step(2.0)
+    assert [group["damping"] for group in optimizer.param_groups] == pytest.approx([0.04, 0.075])
+    assert optimizer.param_groups[1]["relative_damping"] == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize(

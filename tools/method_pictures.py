@@ -77,16 +77,16 @@ def layer(colours: dict[str, str]) -> str:
     d.text(365, 180, "m x n, often not formed", 12, "faint")
     d.text(424, 64, "b", 12, "faint")
     d.arrow(446, 115, 486, 115)
-    d.text(660, 34, "3. means over samples: the smaller one is kept", 13, "faint")
-    d.box(510, 70, 90, 90, "l", 0.8)
-    d.text(555, 121, "L", 20, "paper", bold=True)
-    d.text(555, 180, "m x m, the smaller", 12, "l")
-    d.text(555, 197, "one: kept", 12, "l")
+    d.text(660, 34, "3. means over samples: one of them is kept", 13, "faint")
+    d.box(510, 70, 90, 90, "l", 0.35)
+    d.text(555, 121, "L", 20, "ink", bold=True)
+    d.text(555, 180, "m x m: with", 12, "faint")
+    d.text(555, 197, 'side="left"', 12, "faint")
     d.text(655, 121, "or", 14, "faint")
-    d.box(710, 50, 130, 130, "l", 0.35)
-    d.text(775, 121, "R", 20, "ink", bold=True)
-    d.text(775, 200, "n x n, the larger one:", 12, "faint")
-    d.text(775, 216, "not formed", 12, "faint")
+    d.box(710, 50, 130, 130, "l", 0.8)
+    d.text(775, 121, "R", 20, "paper", bold=True)
+    d.text(775, 200, "n x n, the inputs' side:", 12, "l")
+    d.text(775, 216, "kept, in blocks", 12, "l")
     d.text(430, 252, "L = mean of GᵢGᵢᵀ = mean of ‖aᵢ‖² gᵢgᵢᵀ   or   R = mean of GᵢᵀGᵢ = mean of ‖gᵢ‖² aᵢaᵢᵀ", 15)
     d.text(430, 278, "each is one product of a tall matrix with itself, and nothing of the size of all Gᵢ", 12, "faint")
     return d.svg()
@@ -129,7 +129,7 @@ def time(colours: dict[str, str]) -> str:
     """In which steps the two optimizers refresh."""
     d = Drawing(860, 236, "In which steps NGPlus and NGAdam refresh", colours)
     rows = (
-        (60, "NGPlus, update_every = 20: hooks read the layers, new L or R, new inverse", (1, 21)),
+        (60, "NGPlus, update_every = 10: hooks read the layers, new R, new inverse", (1, 11, 21, 31)),
         (166, "NGAdam, update_every = 5: new roots; L and R take in the gradient of every step", (1, 2, 3, 4, 6, 11, 16, 21, 26, 31)),  # noqa: E501
     )  # fmt: skip
     for y, words, refreshes in rows:

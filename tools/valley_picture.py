@@ -43,7 +43,14 @@ def run(method: str, rate: float, x: Tensor, y: Tensor) -> tuple[list[tuple[floa
     if method == "SGD":
         optimizer = torch.optim.SGD(layer.parameters(), lr=rate)
     else:  # the side of the two inputs, since on the other one L is a single number; R of the first step is kept
-        options = {"momentum": 0.0, "damping": "auto", "update_every": STEPS, "side": "right"}
+        options = {
+            "momentum": 0.0,
+            "curvature": "sample",
+            "graft": None,
+            "relative_damping": 0.1,
+            "update_every": STEPS,
+            "side": "right",
+        }
         optimizer = ngplus.NGPlus(layer, lr=rate, **options)  # type: ignore[arg-type]
     way = [tuple(layer.weight.detach()[0].tolist())]
     warnings.simplefilter("ignore", ngplus.HealthWarning)  # some rates are far too large

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ngplus import layers, online, reference, schedules
 from ngplus.capture.layers import register_layer
 from ngplus.diagnostics.gfim import CurvatureDict, gfim
-from ngplus.diagnostics.health import Health, HealthWarning, LayerHealth
+from ngplus.diagnostics.health import EigenvalueBounds, Health, HealthWarning, LayerHealth
 from ngplus.diagnostics.plan import Plan, PlanRow
 from ngplus.diagnostics.rank_costs import Load
 from ngplus.optimizers.ngadam import NGAdam
@@ -23,6 +23,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Curvature",
     "CurvatureDict",
+    "EigenvalueBounds",
     "Health",
     "HealthWarning",
     "LayerHealth",

@@ -1,4 +1,4 @@
-"""Schedules of the damping lambda, an option of the parameter groups like the learning rate.
+"""Schedules of the damping lambda, options of the parameter groups like the learning rate.
 
 For learning rates take torch.optim.lr_scheduler: the paper's strategies are PolynomialLR (its "exponential" one,
 a0 (1 - epoch/max_epoch)^rate), CosineAnnealingLR with eta_min=0.001, and LinearLR before them in a SequentialLR for the
@@ -20,21 +20,18 @@ class HasGroups(Protocol):
     def param_groups(self) -> list[dict[str, Any]]: ...
 
 
-def _initial(group: dict[str, Any]) -> float:
-    """The initial damping of a group; that of a group added later is the one at the next call of the schedule."""
+def _initial(group: dict[str, Any]) -> dict[str, float]:
+    """The initial values of the options that lambda is made of; those of a group added later are the ones at the next
+    call of the schedule."""
     if "damping" not in group:
         raise ValueError("The optimizer has no damping to schedule: damping schedules are for NGPlus, KFAC and SENG")
-    if "initial_damping" not in group:
-        if isinstance(group["damping"], str):
-            raise ValueError(
-                f"A schedule needs a number to start from, not damping={group['damping']!r}: give the optimizer one"
-            )
-        group["initial_damping"] = group["damping"]
-    return float(group["initial_damping"])
+    options = [name for name in ("damping", "relative_damping") if name in group]
+    return {name: float(group.setdefault(f"initial_{name}", group[name])) for name in options}
 
 
 class LambdaDamping:
-    """damping = initial damping * factor(epoch), for each parameter group.
+    """lambda = initial lambda * factor(epoch), for each parameter group: ``damping`` and ``relative_damping`` are
+    multiplied by the factor.
 
     ``step()`` advances by one epoch, like a torch scheduler; ``step(epoch)`` sets the epoch, which may be a fraction.
 
@@ -59,10 +56,10 @@ class LambdaDamping:
 
     def _set(self) -> None:
         for group in self.optimizer.param_groups:
-            group["damping"] = _initial(group) * self.factor(self.epoch)
+            group.update({name: value * self.factor(self.epoch) for name, value in _initial(group).items()})
 
     def get_last_damping(self) -> list[float]:
-        """The damping of each group."""
+        """The option ``damping`` of each group."""
         return [group["damping"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:

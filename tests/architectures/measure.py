@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 import ngplus
 from architectures.cases import Architecture, Case
+from helpers.steps import PAPER
 from ngplus.capture.sample_axis import tensors
 from ngplus.diagnostics.plan import PlanRow
 
@@ -55,7 +56,7 @@ def measure(architecture: Architecture) -> Found:
             outputs = case.outputs(call(case.model, case.batch))
         gradients = [] if architecture.mixes else per_sample_gradients(case, weights_of(outputs))
         optimizer = ngplus.NGPlus(
-            case.model, lr=0.0, momentum=0.0, damping=1.0, update_every=1, solver="dense", **case.options
+            case.model, lr=0.0, momentum=0.0, damping=1.0, update_every=1, solver="dense", **{**PAPER, **case.options}
         )
         outputs = case.outputs(call(case.model, case.batch))
         loss_of(outputs, weights_of(outputs)).div(len(outputs[0])).backward()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import ngplus
 from helpers import layer_cases as layers
 from helpers import reference as ref
-from helpers.steps import LAMBDA, plain, update_of
+from helpers.steps import LAMBDA, PAPER, plain, update_of
 from ngplus.baselines import KFAC
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -132,7 +132,7 @@ def test_what_has_no_kronecker_factors_gets_the_matrix_of_ngplus(case: layers.Ca
         torch.manual_seed(0)
         model, inputs = case.model().double(), case.inputs()
         inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
-        optimizer = plain(kind, model)
+        optimizer = plain(kind, model, **(PAPER if kind is ngplus.NGPlus else {}))
         target = torch.ones(case.samples, 1).double()
         update = update_of(model, optimizer, lambda m=model, i=inputs, t=target: layers.squared(m(*i), t))
         updates.append([update[name] for name in case.units[0][0]])

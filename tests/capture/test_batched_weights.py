@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import ngplus
 from helpers import reference as ref
+from helpers.steps import PAPER
 from ngplus.baselines import KFAC, SENG
 
 E, M, N = 3, 4, 5
@@ -65,7 +66,7 @@ class OwnConv1d(Kernel):
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_samples_that_use_all_matrices_are_exact(double: None, side: str, bias: bool) -> None:
     model, x = Heads(bias), torch.randn(7, E, N)
-    optimizer = ngplus.NGPlus(model, lr=0.5, momentum=0.0, damping=0.3, side=side)
+    optimizer = ngplus.NGPlus(model, lr=0.5, momentum=0.0, damping=0.3, **{**PAPER, "side": side})
     params = list(model.parameters())
     grads = [torch.autograd.grad(model(row[None]).square().sum(), params) for row in x]
     stack = torch.stack([torch.cat([g.reshape(E, M, -1) for g in each], dim=-1) for each in grads])

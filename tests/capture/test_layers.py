@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import ngplus
 from helpers import reference as ref
 from helpers.layer_cases import CASES, Case, doubled, each, joined, randn, squared
+from helpers.steps import PAPER
 
 LAMBDA = 0.3
 
@@ -29,7 +30,7 @@ def run(case: Case, dtype: torch.dtype, loss_fn: Callable[[Tensor, Tensor], Tens
     one_by_one = [(take(inputs, i), target[i : i + 1]) for i in range(case.samples)]
     grads = ref.per_sample_gradients(copy.deepcopy(model).double(), loss_fn, [doubled(s) for s in one_by_one])
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = ngplus.NGPlus(model, lr=0.5, momentum=0.0, damping=LAMBDA, **{**case.options, **options})
+    optimizer = ngplus.NGPlus(model, lr=0.5, momentum=0.0, damping=LAMBDA, **{**PAPER, **case.options, **options})
     loss_fn(model(*inputs), target).backward()
     optimizer.step()
     after = dict(model.named_parameters())
@@ -112,7 +113,7 @@ def test_batch_norm_in_training(case: str, make: Callable[[], nn.Module], shape:
     parts = batch_gradient_parts(copy.deepcopy(model), x, target)
     running = None if model.running_mean is None else model.running_mean.clone()
     stack = torch.stack([parts["weight"], parts["bias"]], dim=-1)[:, None]
-    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA)
+    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, **PAPER)
     before = ref.columns(model.weight.detach().clone(), model.bias.detach().clone())
     squared(model(x), target).backward()
     optimizer.step()
@@ -169,7 +170,7 @@ def test_embedding_scaled_by_frequency() -> None:
     for i in range(5):
         for p in range(4):
             stack[i, 0, x[i, p]] += 5 * grad[i, p] / counts[x[i, p]]
-    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA)
+    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, **PAPER)
     before = model.weight.detach().clone()
     squared(model(x), target).backward()
     assert ref.relative_error(stack.mean(0)[0], model.weight.grad) < 1e-12
@@ -197,7 +198,7 @@ def test_token_averaged_loss() -> None:
             {n: 4 * g for n, g in zip(("w", "b"), torch.autograd.grad(own, list(one[1].parameters())), strict=True)}
         )
     stack = torch.stack([ref.rows(p["w"], p["b"]) for p in parts])
-    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA)
+    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, **PAPER)
     before = ref.rows(model[1].weight.detach().clone(), model[1].bias.detach().clone())
     loss_fn(model(x), labels).backward()
     optimizer.step()
@@ -230,7 +231,7 @@ def test_only_the_bias_is_trained() -> None:
     grads = ref.per_sample_gradients(model, squared, [(x[i : i + 1], target[i : i + 1]) for i in range(5)])
     stack = torch.stack([ref.columns(g["bias"]) for g in grads])
     frozen, before = model.weight.clone(), model.bias.detach().clone()
-    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA)
+    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, **PAPER)
     squared(model(x), target).backward()
     optimizer.step()
     # g / (lambda + R), with R a number
@@ -259,7 +260,7 @@ def test_recurrent_layers_fall_back_with_one_warning() -> None:
 
     model = Recurrent().double()
     x, target = torch.randn(5, 6, 3, dtype=torch.float64), torch.rand(5, 1, dtype=torch.float64)
-    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, update_every=1)
+    optimizer = ngplus.NGPlus(model, lr=1.0, momentum=0.0, damping=LAMBDA, update_every=1, **PAPER)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import ngplus
 from helpers import reference as ref
-from helpers.steps import conv_net, data, one_step
+from helpers.steps import PAPER, conv_net, data, one_step
 from ngplus.baselines import KFAC, SENG
 
 
@@ -38,7 +38,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_state_bytes_are_those_that_the_state_has(options: dict[str, Any]) -> None:
     model = conv_net()
-    optimizer = ngplus.NGPlus(model, **options)
+    optimizer = ngplus.NGPlus(model, **{**PAPER, "damping": 0.3, **options})
     before = optimizer.plan(batch_size=6, positions=4)
     one_step(model, optimizer, *data(2, 4, 4))
     after = optimizer.plan()
@@ -57,7 +57,7 @@ def test_state_bytes_of_ngadam_are_those_that_the_state_has() -> None:
 
 def test_every_parameter_has_one_row() -> None:
     model = conv_net()
-    plan = ngplus.NGPlus(model).plan()
+    plan = ngplus.NGPlus(model, side="smaller").plan()
     assert [row.parameters for row in plan] == [
         ("0.weight", "0.bias"),
         ("1.weight", "1.bias"),
@@ -97,7 +97,7 @@ def test_flops_of_a_step_are_counted() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     model = nn.Linear(30, 12)
-    optimizer = ngplus.NGPlus(model, solver="dense", momentum=0.0)
+    optimizer = ngplus.NGPlus(model, solver="dense", momentum=0.0, damping=0.3, **PAPER)
     x, y = torch.randn(6, 30), torch.randn(6, 12)
     one_step(model, optimizer, x, y)
     with FlopCounterMode(display=False) as counter:
@@ -109,7 +109,7 @@ def test_flops_of_a_sketched_step_are_counted() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     model = nn.Linear(30, 12)
-    optimizer = ngplus.NGPlus(model, solver="sketched", sketch=10, momentum=0.0, update_every=100)
+    optimizer = ngplus.NGPlus(model, solver="sketched", sketch=10, momentum=0.0, damping=0.3, update_every=100, **PAPER)
     x, y = torch.randn(6, 30), torch.randn(6, 12)
     for _ in range(2):  # the first refreshes
         one_step(model, optimizer, x, y)

@@ -15,17 +15,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ngplus
+from helpers.steps import PAPER
 from ngplus.preconditioners import inverse_root
 
 STEPS, BATCH = 20, 12
 LR = 0.02
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "sample": {"damping": 0.5, "update_every": 3},
-    "momentum": {"damping": 0.5, "update_every": 3, "curvature": "momentum"},
-    "batch": {"damping": 0.5, "update_every": 3, "curvature": "batch"},
-    "blocks": {"damping": 0.5, "update_every": 3, "block_size": 3},
-    "relative": {"damping": "auto", "update_every": 3, "graft": "sgd", "weight_decay": 1e-3},
+    "sample": {**PAPER, "damping": 0.5, "update_every": 3},
+    "momentum": {**PAPER, "damping": 0.5, "update_every": 3, "curvature": "momentum"},
+    "batch": {**PAPER, "damping": 0.5, "update_every": 3, "curvature": "batch"},
+    "blocks": {**PAPER, "damping": 0.5, "update_every": 3, "block_size": 3},
+    "relative": {**PAPER, "relative_damping": 0.1, "update_every": 3, "graft": "sgd", "weight_decay": 1e-3},
+    "defaults": {"update_every": 3},
 }
 NGADAM = ("ngadam", "ngadam blocks")
 

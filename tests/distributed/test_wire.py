@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ngplus
 from distributed.cases import OPTIONS, batch, convolutions, sharded, squared
 from helpers.ranks import Pool
+from helpers.steps import PAPER
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_to_all_single")
 
@@ -48,7 +49,7 @@ def two_steps(rank: int, world: int, kind: str, options: dict[str, Any]) -> dict
     plain = convolutions()
     net = sharded(plain) if kind == "fsdp2" else DistributedDataParallel(plain)
     distribution = "memory" if kind == "ddp memory" else "communication"
-    optimizer = ngplus.NGPlus(net, distribution=distribution, **options)
+    optimizer = ngplus.NGPlus(net, distribution=distribution, **{**PAPER, "damping": 0.3, **options})
     steps = []
     for step in range(2):
         x, y = batch(step)
@@ -114,7 +115,7 @@ def test_mini_batch_curvature_sends_nothing_of_its_own(ranks: Callable[[int], Po
 
 def test_less_than_kfac() -> None:
     """d (d + 1) / 2 with d the smaller side, against m (m + 1) / 2 + n (n + 1) / 2."""
-    plan = ngplus.NGPlus(convolutions()).plan()
+    plan = ngplus.NGPlus(convolutions(), side="smaller").plan()
     kfac = sum(r.groups * (m * (m + 1) + n * (n + 1)) // 2 for r in plan for m, n in [r.shape])
     assert plan.wire_bytes < 4 * kfac / 3
 
@@ -141,7 +142,7 @@ def solvers(rank: int, world: int) -> list[list[str]]:
     out = []
     for solver in ("auto", "woodbury", "sketched"):
         net = DistributedDataParallel(nn.Linear(100, 50))
-        optimizer = ngplus.NGPlus(net, solver=solver)
+        optimizer = ngplus.NGPlus(net, solver=solver, curvature="sample")
         before = optimizer.plan(batch_size=4)[0].solver
         net(torch.randn(4, 100)).square().mean().backward()
         optimizer.step()

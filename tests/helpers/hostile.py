@@ -11,18 +11,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.steps import PAPER
 from helpers.training import Method
 from ngplus import NGAdam, NGPlus
 
 METHODS: dict[str, Method] = {
     "default": NGPlus,
     "dense": partial(NGPlus, solver="dense"),
-    "auto": partial(NGPlus, graft="adam", damping="auto"),
+    "relative": partial(NGPlus, graft="adam", damping=0.0, relative_damping=0.1),
     "momentum": partial(NGPlus, curvature="momentum", nesterov=True),
+    "the paper": partial(NGPlus, **PAPER, damping=0.3),
     "momentum in blocks": partial(NGPlus, curvature="momentum", block_size=3),
     "batch": partial(NGPlus, curvature="batch", weight_decay=0.1, graft="sgd"),
-    "woodbury": partial(NGPlus, solver="woodbury"),
-    "sketched": partial(NGPlus, solver="sketched", weight_decay=0.1),
+    "woodbury": partial(NGPlus, solver="woodbury", curvature="sample"),
+    "sketched": partial(NGPlus, solver="sketched", curvature="sample", weight_decay=0.1),
     "NGAdam": NGAdam,
     "NGAdam without momentum": partial(NGAdam, betas=(0.0, 0.9), weight_decay=0.1),
 }

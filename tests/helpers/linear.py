@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 import ngplus
 from helpers import reference as ref
+from helpers import steps
 from helpers.steps import one_step
 
 LAMBDA = 0.2
-PAPER: dict[str, Any] = {"momentum": 0.0, "damping": LAMBDA}
+PAPER: dict[str, Any] = {**steps.PAPER, "momentum": 0.0, "damping": LAMBDA}
 
 
 def batches(count: int, samples: int = 6, features: int = 5, outputs: int = 3) -> list[tuple[Tensor, Tensor]]:

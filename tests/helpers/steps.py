@@ -14,13 +14,11 @@ from torch import Tensor, nn
 import ngplus
 from helpers import reference
 
-EXACT: dict[str, Any] = {
-    "lr": 0.5,
-    "momentum": 0.0,
-    "graft": None,
-    "damping": 0.1,
-    "update_every": 1,
-}
+# Algorithm 1 to the letter, but for its momentum, damping and update_every.
+PAPER: dict[str, Any] = {
+    "relative_damping": 0.0, "curvature": "sample", "side": "smaller", "block_size": None, "graft": None,
+}  # fmt: skip
+EXACT: dict[str, Any] = {**PAPER, "lr": 0.5, "momentum": 0.0, "damping": 0.1, "update_every": 1}
 N = 6
 
 

@@ -24,6 +24,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
+from helpers.steps import PAPER
 from ngplus.lab.bench import bare, measuring, processes, profiling, record, rows, state, timing
 from ngplus.lab.cli import app
 
@@ -149,7 +150,7 @@ def test_bare_products_do_the_plan_s_work() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 20), nn.Conv1d(1, 6, 3, groups=1), nn.Flatten(), nn.Linear(108, 90))
     for options in ({}, {"block_size": 8, "solver": "dense"}):
-        optimizer = ngplus.NGPlus(model, lr=1e-3, **options)
+        optimizer = ngplus.NGPlus(model, lr=1e-3, damping=0.3, **{**PAPER, **options})
         model.zero_grad()
         model(torch.randn(5, 1, 40)).square().sum(1).mean().backward()
         optimizer.step()
@@ -169,7 +170,7 @@ def test_bare_products_do_the_plan_s_work() -> None:
 
 def test_bytes_by_name_and_what_counts_as_curvature() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
-    optimizer = ngplus.NGPlus(model, lr=1e-3, solver="dense")
+    optimizer = ngplus.NGPlus(model, lr=1e-3, solver="dense", damping=0.3, **PAPER)
     model(torch.randn(5, 6)).square().sum(1).mean().backward()
     optimizer.step()
     found = state.bytes_by_name(optimizer.state_dict())

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -209,7 +210,12 @@ def test_runs_that_diverge_are_recorded_and_the_others_go_on(monkeypatch: pytest
         assert " 0 B" not in said
         assert "adam (1 diverged)" in said
         assert len(collection.find([Path("runs")])) == 5
-        monkeypatch.setitem(optimizers.OPTIMIZERS["sgd"].defaults, "lr", 1e30)  # type: ignore[arg-type]
+        wild_rates = {"lr": optimizers.Range(1e29, 1e31, start=1e30)}
+        monkeypatch.setattr(
+            optimizers,
+            "OPTIMIZERS",
+            {**optimizers.OPTIMIZERS, "sgd": replace(optimizers.get("sgd"), ranges=wild_rates)},
+        )
         ngplus("tune", "digits", "-o", "sgd", "--trials", "2", *SHORT)
     assert trials_of("sgd")[0]["score"] == 10.0
     assert len(trials_of("sgd")) == 2

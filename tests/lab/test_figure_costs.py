@@ -14,6 +14,7 @@ from ngplus.capture.coverage import Coverage
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
+from helpers.steps import PAPER
 from ngplus.lab import figures
 from ngplus.lab.figures import costs
 
@@ -91,7 +92,7 @@ def test_costs_of_ngplus_against_the_optimizer(
     (found,) = costs.layers_of(layer, inputs)
     expected = costs.cost("NG+", found, shape[0])
     base = counted(lambda: layer(inputs).square().mean().backward())
-    optimizer = ngplus.NGPlus(layer, solver="dense", momentum=0.0, update_every=2)
+    optimizer = ngplus.NGPlus(layer, solver="dense", momentum=0.0, damping=0.3, update_every=2, **PAPER)
 
     def one() -> None:
         optimizer.zero_grad()

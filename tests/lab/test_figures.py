@@ -15,6 +15,7 @@ import ngplus
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
+from helpers.steps import PAPER
 from ngplus.lab import figures
 from ngplus.lab.figures import blocks, common, convergence, gfim, regret, sketch, steps
 
@@ -94,7 +95,7 @@ def test_convergence_step_is_ngplus_step() -> None:
     problem = convergence.Robust(m=3, n=5, samples=20, batch=4, damping=0.7, seed=0)
     problem.exact = True
     layer = nn.Linear(5, 3, bias=False).double()
-    optimizer = ngplus.NGPlus(layer, lr=0.3, momentum=0.0, damping=0.7, update_every=1)
+    optimizer = ngplus.NGPlus(layer, lr=0.3, momentum=0.0, damping=0.7, update_every=1, **PAPER)
     w = layer.weight.detach().clone()
     for _ in range(3):
         optimizer.zero_grad()
@@ -111,7 +112,7 @@ def test_convergence_fails_at_the_printed_limit() -> None:
     for share in (1.0, 0.5):
         c = convergence.Constants(lipschitz=1.0, h1=1.5, h2=1.5, variance=0.0, gap=0.5)
         w = torch.nn.Parameter(torch.ones(1, 1, dtype=torch.float64))
-        options = {"damping": 0.5, "update_every": 1, "momentum": 0.0}
+        options = {**PAPER, "damping": 0.5, "update_every": 1, "momentum": 0.0}
         linear = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
         linear.weight = w
         optimizer = ngplus.NGPlus(linear, lr=share * c.largest_step, **options)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 pytest.importorskip("optuna")
 pytest.importorskip("sklearn")
@@ -16,6 +19,7 @@ pytest.importorskip("typer")
 pytest.importorskip("pytorch_optimizer")
 
 from commands import SHORT, ngplus, trials_of
+from regression import Regression
 
 from ngplus.lab import loop, runs, settings
 
@@ -28,10 +32,11 @@ def test_tune_writes_a_preset_that_train_takes() -> None:
     arguments = ["tune", "digits", "--optimizer", "sgd,ngplus", "--trials", "3", *SHORT]
     ngplus(*arguments)
     held = json.loads(Path("presets/digits.json").read_text())["presets"]["small"]
-    assert set(held["ngplus"]["hyper"]) == {"lr", "damping"}
+    assert set(held["ngplus"]["hyper"]) == {"lr", "relative_damping"}
     assert len(held["sgd"]["tuning"]["trials"]) == 3
     rates = [trial["hyper"]["lr"] for trial in held["sgd"]["tuning"]["trials"]]
-    assert rates == pytest.approx([0.1, 0.1 / 3, 0.3])  # the defaults, and around them
+    step = held["sgd"]["tuning"]["scales"]["step"]
+    assert rates == pytest.approx([step, step / 3, step * 3])  # the start of the range, and around it
     assert Path("tuning.db").exists()
     before = Path("presets/digits.json").read_bytes()
     ngplus(*arguments)  # the study has its trials
@@ -76,7 +81,7 @@ def test_a_trial_ends_when_nothing_more_is_to_be_learned(monkeypatch: pytest.Mon
     common = ["--evaluate-every", "1", "--batch-size", "16", "--set", "width=4", "--steps", "8"]
     # any accuracy is enough, even the untrained model's
     ngplus("tune", "digits", "-o", "adam", "--trials", "2", "--target", "0.0", *common, *ALONE)
-    assert ends == [("stopped", "target reached", 1)] * 2
+    assert ends == [("finished", "", 8)] * 2
     assert [trial["score"] for trial in trials_of("adam")] == [0.0] * 2
     ends.clear()
     # out of time at the first look
@@ -95,36 +100,75 @@ def test_a_trial_ends_when_nothing_more_is_to_be_learned(monkeypatch: pytest.Mon
 
 def test_a_trial_that_cannot_win_ends() -> None:
     from ngplus.lab import optimizers, tune
+    from ngplus.lab.search import Scales
 
     study = tune.open_study("sqlite:///one.db", "one", CONFIG)
-    made = tune.Plan(optimizers.get("sgd"), CONFIG, study, 3, 1, 0, 1, "target", None)
+    made = tune.Plan(optimizers.get("sgd"), CONFIG, study, 3, 1, 0, 1, "target", None, Scales())
     study.tell(study.ask(), 0.3)  # the target after 30 of 100 steps
     look = tune.stopper(made, study.ask(), CONFIG)
     assert [look(step, 0.5) for step in (10, 20, 30)] == ["", "", "cannot win"]
     look = tune.stopper(made, study.ask(), CONFIG)
-    assert look(20, 0.95) == "target reached"
+    assert [look(step, 0.95) for step in (20, 30, 90)] == ["", "", ""]  # it goes on: it may collapse
 
 
-def test_rates_that_diverged_are_not_tried_again() -> None:
-    from optuna.distributions import FloatDistribution
-    from optuna.trial import create_trial
+def test_ranges_follow_the_task() -> None:
+    """A loss times c has c times the gradients: the rate that a coordinate stands for is 1/c of it, c^2 the damping."""
+    from ngplus.lab import optimizers, search
 
-    from ngplus.lab.optimizers import Range
-    from ngplus.lab.study import FAILED, narrowed
+    class Scaled(Regression):
+        factor = 1.0
 
-    def trial(lr: float, score: float) -> Any:
-        return create_trial(
-            params={"lr": lr},
-            distributions={"lr": FloatDistribution(1e-9, 1e9)},
-            value=score,
-            user_attrs={"diverged": True} if score == FAILED else {},
-        )
+        def loss(self, model: nn.Module, batch: Any) -> Tensor:
+            return self.factor * super().loss(model, batch)
 
-    ranges = {"lr": Range(1e-3, 1.0), "damping": Range(0.1, 1.0)}
-    assert narrowed(ranges, [trial(0.1, 0.5), trial(0.5, 1.2)]) == ranges
-    assert narrowed(ranges, [trial(0.8, FAILED)])["lr"] == Range(1e-3, 0.4)
-    held = narrowed(ranges, [trial(0.1, FAILED), trial(0.002, FAILED), trial(0.0001, 0.7)])
-    assert held == {"lr": Range(1e-5, 1e-3), "damping": Range(0.1, 1.0)}
+    one, other = Scaled(), Scaled()
+    other.factor = 1000.0
+    mine, theirs = search.measure(one, 100), search.measure(other, 100)
+    assert theirs.step == pytest.approx(mine.step / 1e3)
+    assert theirs.eigenvalue == pytest.approx(mine.eigenvalue * 1e6)
+    ranges = optimizers.get("kfac").ranges
+    point = {search.coordinate(name, entry): 2.0 for name, entry in ranges.items()}
+    found = search.hyper(ranges, point, theirs)
+    assert found["damping"] == pytest.approx(2 * theirs.eigenvalue)
+    assert found["lr"] == pytest.approx(2 * theirs.step * found["damping"])
+
+
+def test_the_scales_are_those_of_single_samples() -> None:
+    from ngplus.lab import search
+
+    class Plain(Regression):
+        def model(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    task = Plain()
+    torch.manual_seed(100)
+    model, batch = task.model(), task.batch(100, 0)
+    squares = dict.fromkeys(("0", "2", "4"), 0.0)
+    for i in range(len(batch)):
+        model.zero_grad()
+        task.loss(model, batch[i : i + 1]).backward()
+        for name in squares:
+            grads = [p.grad for p in model.get_submodule(name).parameters()]
+            squares[name] += sum(float(g.square().sum()) for g in grads if g is not None) / len(batch)
+    found = search.measure(task, 100)
+    assert found.step == pytest.approx(task.loss(model, batch).item() / sum(squares.values()), rel=1e-4)
+    wanted = statistics.geometric_mean([squares["0"] / (5 * 7), squares["2"] / (4 * 6)])  # the last one is a vector
+    assert found.eigenvalue == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_run_that_loses_its_target_again_has_failed() -> None:
+    from ngplus.lab.study import score
+
+    def ended(*values: float, status: str = "finished") -> runs.Result:
+        looks = [{"step": 10 * k, "seconds": 1.0, "accuracy": value} for k, value in enumerate(values)]
+        return runs.summarise(CONFIG, looks, 100, 1.0, 0, status)
+
+    kept, lost = ended(0.1, 0.95, 0.88), ended(0.1, 0.95, 0.6)  # a tenth of the way from 0.1 to 0.9 is 0.08
+    assert (kept.collapsed, lost.collapsed) == (False, True)
+    assert score(CONFIG, kept, "target") == pytest.approx(0.1)
+    assert score(CONFIG, lost, "target") > 1
+    assert ended(0.1, 0.95, status="diverged").collapsed
+    assert not ended(0.1, 0.5, 0.2).collapsed  # what was never reached is not lost
 
 
 @pytest.mark.parametrize("objective", ["target", "final"])
@@ -147,6 +191,7 @@ def test_two_processes_do_not_make_a_trial_too_many(monkeypatch: pytest.MonkeyPa
     ngplus("tune", "digits", "-o", "adam", "--trials", "1", *SHORT)
     study = optuna.load_study(study_name="digits-small-adam-target", storage="sqlite:///tuning.db")
     other = study.ask()  # somebody else is at it
+    other.suggest_float("lr", 3e-4, 1e-1, log=True)
     told: list[int] = []
     real = tune.make_trial
 
@@ -208,7 +253,7 @@ class Told:
             if reason or step == 100:
                 break
         self.made.append((rate, config.seed, step))
-        looks = [{"step": step, "seconds": 1.0, "accuracy": 1.0 if step >= wanted else 0.5}]
+        looks = [{"step": min(step, wanted), "seconds": 1.0, "accuracy": 1.0 if step >= wanted else 0.5}]
         return runs.summarise(config, looks, step, 1.0, 0, "stopped" if reason else "finished", reason)
 
 
@@ -223,11 +268,11 @@ def test_the_best_trials_are_run_on_more_seeds_and_the_best_mean_wins(monkeypatc
     said = ngplus(*arguments, "--warmup", "1")
     assert "lr 0.003, the best of 3 trials with a score of 0.5;" in said
     trials = told.made[:3]
-    assert trials == [(0.003, 100, 40), (0.001, 100, 30), (0.009, 100, 80)]
+    assert trials == [(0.003, 100, 100), (0.001, 100, 100), (0.009, 100, 100)]
     finals = told.made[3:]
     assert finals == [
-        (0.001, 101, 100), (0.001, 102, 60),  # 190 steps in all, with the 30 of its trial
-        (0.003, 101, 50), (0.003, 102, 60),  # 150
+        (0.001, 101, 100), (0.001, 102, 100),  # 190 steps in all, with the 30 of its trial
+        (0.003, 101, 100), (0.003, 102, 100),  # 150
         (0.009, 101, 70),  # and here it has as many with the 80 of its trial
     ]  # fmt: skip
     held = {round(trial["hyper"]["lr"], 4): trial["scores of the finals"] for trial in trials_of("adam")}
@@ -239,7 +284,7 @@ def test_the_best_trials_are_run_on_more_seeds_and_the_best_mean_wins(monkeypatc
     # two finalists: the last trial ends where it is not among them any more, and is not one
     said = ngplus(*arguments, "--warmup", "1", "--finalists", "2", "--storage", "sqlite:///two.db")
     assert "lr 0.003, the best of 3 trials with a score of 0.5;" in said
-    assert told.made[8:11] == [(0.003, 100, 40), (0.001, 100, 30), (0.009, 100, 40)]
+    assert told.made[8:11] == [(0.003, 100, 100), (0.001, 100, 100), (0.009, 100, 40)]
     assert len(told.made) == 8 + 3 + 4
     assert [len(trial.get("scores of the finals", [])) for trial in trials_of("adam")] == [3, 3, 0]
     said = ngplus(*arguments, "--warmup", "1", "--trials", "1", "--storage", "sqlite:///two.db")

@@ -72,8 +72,8 @@ def test_batch_curvature_needs_no_model() -> None:
     with_model, without = nn.Linear(5, 1), nn.Linear(5, 1, bias=False)
     with_model.bias.requires_grad_(False).zero_()
     without.load_state_dict({"weight": with_model.weight})
-    first = ngplus.NGPlus(with_model, lr=0.1, curvature="batch", **PAPER)
-    second = ngplus.NGPlus(without.parameters(), lr=0.1, curvature="batch", **PAPER)
+    first = ngplus.NGPlus(with_model, lr=0.1, **{**PAPER, "curvature": "batch"})
+    second = ngplus.NGPlus(without.parameters(), lr=0.1, **{**PAPER, "curvature": "batch"})
     for x, y in batches(4, outputs=1):
         one_step(with_model, first, x, y)
         one_step(without, second, x, y)
@@ -133,7 +133,9 @@ def test_momentum_and_decay_are_those_of_sgd(options: dict[str, Any]) -> None:
     ours, theirs = nn.Linear(5, 3), nn.Linear(5, 3)
     theirs.load_state_dict(ours.state_dict())
     first = ngplus.NGPlus(ours, lr=0.1, update_every=2, **{**PAPER, **options})
-    preconditioner = ngplus.Preconditioner(theirs, update_every=2, damping=LAMBDA)
+    preconditioner = ngplus.Preconditioner(
+        theirs, update_every=2, **{k: v for k, v in PAPER.items() if k != "momentum"}
+    )
     second = torch.optim.SGD(theirs.parameters(), lr=0.1, **options)
     for x, y in batches(5):
         one_step(ours, first, x, y)

@@ -28,11 +28,11 @@ BAD: list[tuple[tuple[type, ...], str, tuple[object, ...]]] = [
     (EVERY, "update_every", (0, -1, 1.5, 2.0, math.inf, math.nan, "2", None, True)),
     (EVERY, "maximize", ("yes", 1, None)),
     (EVERY, "distribution", ("magic", None)),
-    ((NGPlus, *BASELINES), "damping", (*NOT_NUMBERS,)),
+    ((NGPlus, *BASELINES), "damping", (*NOT_NUMBERS, "auto")),
+    ((NGPlus,), "relative_damping", (*NOT_NUMBERS,)),
     ((NGPlus, *BASELINES), "momentum", (*NOT_NUMBERS,)),
     ((NGPlus, *BASELINES), "loss_reduction", ("none", None)),
     ((NGPlus, *BASELINES), "batch_dim", (-1, {"nowhere": 0}, "0", 1.5)),
-    (BASELINES, "damping", ("auto",)),
     ((NGPlus,), "beta", (*NOT_NUMBERS, 1.5)),
     ((NGPlus,), "gamma", (*NOT_NUMBERS,)),
     ((NGPlus,), "samples", (0, -3, 0.0, -0.5, 1.5, math.nan, math.inf, "all", True)),
@@ -106,10 +106,10 @@ CLASHES = [
     ({"solver": "woodbury", "curvature": "momentum"}, "woodbury.*curvature"),
     ({"solver": "woodbury", "curvature": "batch"}, "woodbury.*curvature"),
     ({"solver": "sketched", "curvature": "momentum"}, "sketched.*curvature"),
-    ({"solver": "woodbury", "damping": 0.0}, "damping"),
-    ({"solver": "sketched", "damping": 0}, "damping"),
+    ({"solver": "woodbury", "curvature": "sample", "relative_damping": 0.0}, "damping"),
+    ({"solver": "sketched", "curvature": "sample", "relative_damping": 0}, "damping"),
     ({"nesterov": True, "momentum": 0.0}, "nesterov=True.*momentum, which is 0.0"),
-    ({"solver": "woodbury", "sketch": 3}, "woodbury.*sketch"),
+    ({"solver": "woodbury", "curvature": "sample", "sketch": 3}, "woodbury.*sketch"),
 ]
 
 

@@ -25,7 +25,7 @@ def test_preconditioner_leaves_the_step_to_another() -> None:
         optimizer.step()
     assert losses[-1] < 0.5 * losses[0]
     assert len(preconditioner.plan()) == 3
-    assert preconditioner.curvature("4.weight").side == "left"
+    assert preconditioner.curvature("4.weight").side == "right"
     again = ngplus.Preconditioner(model, damping=0.5, update_every=2)
     again.load_state_dict(preconditioner.state_dict())
     assert again.param_groups[0]["step"] == 30

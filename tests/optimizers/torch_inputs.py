@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR, PolynomialLR, ReduceLROnPlateau, StepLR
 
+from helpers.steps import PAPER
 from ngplus import NGAdam, NGPlus
 
 pytest.importorskip("numpy", reason="torch's testing tools import it")
@@ -47,9 +48,9 @@ def ngplus_inputs(device: Any, dtype: Any = None) -> list[OptimizerInput]:
         "no momentum": {"momentum": 0.0},
         "nesterov": {"nesterov": True},
         "nesterov adam": {"nesterov": True, "graft": "adam", "lr": 1e-3},
-        "the paper": {"lr": 1e-3, "momentum": 0.0, "graft": None, "damping": 0.1, "update_every": 1},
-        "woodbury": {"solver": "woodbury", "block_size": 3},
-        "sketched": {"solver": "sketched", "samples": 3},
+        "the paper": {**PAPER, "lr": 1e-3, "momentum": 0.0, "damping": 0.1, "update_every": 1},
+        "woodbury": {"solver": "woodbury", "curvature": "sample", "block_size": 3},
+        "sketched": {"solver": "sketched", "curvature": "sample", "samples": 3},
     }.items():
         inputs.append(OptimizerInput(None, {**plain, **more}, desc))
     return inputs

@@ -163,11 +163,12 @@ def test_damping_that_has_gone_to_zero_since_the_samples_were_seen() -> None:
 
 
 @pytest.mark.parametrize("solver", ["dense", "woodbury"])
-def test_automatic_damping_is_a_tenth_of_the_mean_eigenvalue(solver: str) -> None:
+@pytest.mark.parametrize("damping", [0.0, 0.2])
+def test_relative_damping_adds_a_part_of_the_mean_eigenvalue(damping: float, solver: str) -> None:
     def direction(k: int, grads: Tensor, _: Tensor) -> Tensor:
         side = ref.side_of(grads)
         curvature = ref.gfim(grads, side)
         mean_eigenvalue = float(torch.linalg.eigvalsh(curvature).mean())
-        return ref.direction(grads.mean(0), curvature, side, 0.1 * mean_eigenvalue)
+        return ref.direction(grads.mean(0), curvature, side, damping + 0.1 * mean_eigenvalue)
 
-    compare(direction, update_every=1, solver=solver, damping="auto")
+    compare(direction, update_every=1, solver=solver, damping=damping, relative_damping=0.1)

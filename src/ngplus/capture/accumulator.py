@@ -129,5 +129,5 @@ def keeps_low_rank(group: Group, rank: int, size: int) -> bool:
         and group["curvature"] == "sample"
         and group["sketch"] is None
         and group["samples"] is None
-        and group["damping"] != 0
+        and (group["damping"] != 0 or group["relative_damping"] != 0)
     )

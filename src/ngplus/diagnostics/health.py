@@ -81,6 +81,30 @@ class LayerHealth:
 
 
 @dataclass(frozen=True)
+class EigenvalueBounds:
+    """The smallest and largest eigenvalue of lambda I + L (or R) of a layer, h_1 and h_2 of the paper's Assumption 1.
+
+    Attributes:
+        name: of the parameter.
+        h1: the smallest eigenvalue; a step is at most lr / h1 times the gradient.
+        h2: the largest eigenvalue.
+
+    Examples:
+        >>> model = nn.Linear(3, 2)
+        >>> optimizer = ngplus.NGPlus(model, damping=0.5)
+        >>> model(torch.randn(8, 3)).square().mean().backward()
+        >>> optimizer.step()
+        >>> (bounds,) = optimizer.health(eigenvalues=True).eigenvalues
+        >>> bounds.name, 0.5 <= bounds.h1 <= bounds.h2
+        ('weight', True)
+    """
+
+    name: str
+    h1: float
+    h2: float
+
+
+@dataclass(frozen=True)
 class Health:
     """The counts since the optimizer was made, and the layers that had faults; ``print(health)`` shows a table.
 
@@ -88,6 +112,7 @@ class Health:
         steps: calls of ``step`` that had gradients.
         skipped: those of them that were skipped, since gradients were not finite.
         layers: the layers that had faults.
+        eigenvalues: the bounds on the eigenvalues of each layer's lambda I + L, where they were asked for.
 
     Examples:
         >>> optimizer = ngplus.NGPlus(nn.Linear(3, 2))
@@ -98,6 +123,7 @@ class Health:
     steps: int
     skipped: int
     layers: tuple[LayerHealth, ...]
+    eigenvalues: tuple[EigenvalueBounds, ...] = ()
 
     @property
     def good(self) -> bool:
@@ -114,11 +140,14 @@ class Health:
 
     def __str__(self) -> str:
         first = f"{self.steps} steps, {self.skipped} skipped"
-        if not self.layers:
-            return f"{first}; no layer had a fault"
         counts = [(layer.name, *(str(getattr(layer, fault)) for fault in FAULTS)) for layer in self.layers]
-        lines = aligned([("layer", *FAULTS), *counts])
-        return "\n".join([first, lines[0], "-" * len(lines[0]), *lines[1:]])
+        bounds = [(b.name, f"{b.h1:.3g}", f"{b.h2:.3g}", f"{b.h2 / b.h1:.3g}") for b in self.eigenvalues]
+        shown = [first if self.layers else f"{first}; no layer had a fault"]
+        for heads, rows in ((("layer", *FAULTS), counts), (("layer", "h_1", "h_2", "h_2 / h_1"), bounds)):
+            if rows:
+                lines = aligned([heads, *rows])
+                shown += [lines[0], "-" * len(lines[0]), *lines[1:]]
+        return "\n".join(shown)
 
 
 class FaultCounter:

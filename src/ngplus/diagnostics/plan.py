@@ -75,7 +75,7 @@ class PlanRow:
     Examples:
         >>> row = ngplus.NGPlus(nn.Conv2d(3, 8, 3)).plan(batch_size=4)[0]
         >>> row.parameters, row.shape, row.side
-        (('weight', 'bias'), (8, 28), 'left')
+        (('weight', 'bias'), (8, 28), 'right')
     """
 
     name: str

@@ -232,7 +232,8 @@ class ReplicatedDistributor(Distributor):
         partition = matrix.partition_of(group)
         if self.kept_by_owner_only(matrix):
             return Traffic(partition.triangle, 0, sum(p.numel() for p in matrix.active_params))
-        return Traffic(partition.triangle, partition.triangle + 1, 0)  # the inverse and lambda
+        numbers = 2 if group.get("graft") == "sgd" else 1  # lambda, and the longest step
+        return Traffic(partition.triangle, partition.triangle + numbers, 0)
 
     def scatter_directions(
         self, matrices: Sequence[ParameterMatrix], directions: Mapping[nn.Parameter, Tensor]

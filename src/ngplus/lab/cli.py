@@ -1,4 +1,4 @@
-"""The command line: ``ngplus train | compare | tune | report | plan | bench | figure``.
+"""The command line: ``ngplus train | compare | tune | report | plan | bench | figure | claims``.
 
 Each command lives in a module of its own with a ``register(app)`` that adds it. torch is imported with them, for the
 names in the help; what else takes long to import (matplotlib, Optuna, the workloads) is imported where it is needed.
@@ -23,7 +23,9 @@ app = typer.Typer(
 )
 
 # The modules that have commands, in the order of the help.
-COMMANDS: tuple[str, ...] = ("train", "compare", "tune", "report", "planning", "bench", "figure")
+COMMANDS: tuple[str, ...] = (
+    "train", "compare", "tune", "report", "planning", "bench", "figure", "claims",
+)  # fmt: skip
 
 
 def _show_version(asked: bool) -> None:

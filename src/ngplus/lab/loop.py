@@ -49,6 +49,7 @@ from ngplus.lab.workloads import DataError, Task
 
 OnStep = Callable[[int, float, float], None]  # steps done, loss, seconds of training
 OnEvaluation = Callable[[int, float | None], str]  # steps done, the measure; returns a reason to end the run, or ""
+DAMPINGS = ("damping", "relative_damping")  # what lambda is made of
 _ANEW = "Remove it, and train --resume or compare begins the run anew"
 
 
@@ -159,7 +160,7 @@ class _Session:
         self._warm_up(device)
         self.model, self.optimizer = self._make(device)
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self.dampings = [group.get("damping") for group in self.optimizer.param_groups]
+        self.dampings = [{k: group[k] for k in DAMPINGS if k in group} for group in self.optimizer.param_groups]
         self.module: nn.Module = self.model
         if self.world > 1:
             self.module = nn.parallel.DistributedDataParallel(self.model)
@@ -286,10 +287,10 @@ class _Session:
         batch = self.task.batch(config.seed, self.step * self.world + self.rank)
         part = schedules.factor(config.schedule, self.step, config.steps, config.warmup)
         decay = config.damping_decay ** (self.step / config.steps)
-        for group, rate, damping in zip(self.optimizer.param_groups, self.rates, self.dampings, strict=True):
+        for group, rate, dampings in zip(self.optimizer.param_groups, self.rates, self.dampings, strict=True):
             group["lr"] = rate * part
-            if decay != 1.0 and isinstance(damping, int | float):
-                group["damping"] = damping * decay
+            if decay != 1.0:
+                group.update({name: damping * decay for name, damping in dampings.items()})
         # dropout: other numbers in every step and process, the same after a kill
         _seed((config.seed * 1_000_003 + self.step) * 1_009 + self.rank)
         start = self._now()

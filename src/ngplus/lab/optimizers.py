@@ -21,11 +21,14 @@ from ngplus.lab.optimizer_wrappers import AsMatrices, PlainState, Together, Trai
 
 @dataclass(frozen=True)
 class Range:
-    """The range in which a hyper-parameter is tuned."""
+    """The range in which a hyper-parameter is tuned, as a multiple of a unit of :mod:`ngplus.lab.search`, and the value
+    of the first trial; the optimizer's default where that is None."""
 
     low: float
     high: float
     log: bool = True
+    unit: str = ""
+    start: float | None = None
 
 
 # arguments that no user sets by text: the laboratory gives the first three, torchrun's processes decide the others
@@ -153,9 +156,16 @@ def _shampoo(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer
     return _with_tables(PlainState(cls(dense, **hyper)), sparse, lambda p: torch.optim.SparseAdam(p, lr=hyper["lr"]))
 
 
-_SGD_LR = Range(1e-3, 1.0)
+# Algorithm 1 as the paper has it; damping is absolute there, and its refreshes are 200 to 1,000 steps apart.
+PAPER_FORM: dict[str, Any] = {
+    "relative_damping": 0.0, "curvature": "sample", "side": "smaller", "block_size": None, "graft": None,
+}  # fmt: skip
+_SGD_LR = Range(0.03, 30.0, unit="step", start=1.0)
 _ADAM_LR = Range(3e-4, 1e-1)
-_DAMPING = Range(1e-3, 3.0)
+_DAMPED = {
+    "lr": Range(0.03, 100.0, unit="step * damping", start=0.3),
+    "damping": Range(1.0, 1e4, unit="eigenvalue", start=100.0),
+}
 # SOAP leaves a wider side alone, Shampoo a whole matrix that has one: a table's would cost tens of AdamW's steps.
 _WIDEST = 512
 
@@ -226,7 +236,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
             "ngplus.baselines:KFAC",
             _of_model,
             {"lr": 0.1, "momentum": 0.9, "damping": 0.1, "update_every": 10},
-            {"lr": _SGD_LR, "damping": _DAMPING},
+            _DAMPED,
         ),
         OptimizerEntry(
             "seng",
@@ -235,15 +245,23 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
             _of_model,
             # columns of U: SchNet has thousands of rows a batch, and U^T U is inverted
             {"lr": 0.1, "momentum": 0.9, "damping": 0.3, "update_every": 10, "samples": 256},
-            {"lr": _SGD_LR, "damping": _DAMPING},
+            _DAMPED,
         ),
         OptimizerEntry(
             "ngplus",
             "NG+",
             "ngplus:NGPlus",
             _ngplus,
-            {"lr": 0.1, "momentum": 0.9, "damping": 0.3, "update_every": 10},
-            {"lr": _SGD_LR, "damping": _DAMPING},
+            {"lr": 0.1, "relative_damping": 1.0},
+            {"lr": _SGD_LR, "relative_damping": Range(0.03, 10.0)},
+        ),
+        OptimizerEntry(
+            "ngplus-paper",
+            "NG+, the paper's form",
+            "ngplus:NGPlus",
+            _ngplus,
+            {**PAPER_FORM, "lr": 0.1, "momentum": 0.9, "damping": 0.3, "update_every": 10},
+            _DAMPED,
         ),
         OptimizerEntry("ngadam", "NGAdam", "ngplus:NGAdam", _of_model, {"lr": 0.005}, {"lr": _ADAM_LR}),
     )

@@ -126,7 +126,7 @@ def _plan_of(model: nn.Module, optimizer: str, sets: list[str]) -> Any:
     entry = optimizers.get(optimizer)
     made = entry.make(model, dict(settings.assignments(sets)))
     if not hasattr(made, "plan"):
-        known = [name for name in optimizers.names() if name in ("ngplus", "ngadam", "kfac", "seng")]
+        known = [name for name in optimizers.names() if name in ("ngplus", "ngplus-paper", "ngadam", "kfac", "seng")]
         raise ValueError(f"{optimizer} has no plan; these have: {', '.join(known)}")
     return made
 

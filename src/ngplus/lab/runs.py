@@ -20,7 +20,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -112,6 +112,7 @@ class Result:
     milliseconds_per_step: float | None
     state_bytes: int
     scores: Mapping[str, float | None] = field(default_factory=dict)  # what is measured once, at the end, such as BLEU
+    collapsed: bool = False  # reached the target and lost it again: see collapsed()
 
     @property
     def ended(self) -> bool:
@@ -137,6 +138,7 @@ def summarise(
     looks = [row for row in metrics if isinstance(row.get(config.measure), int | float)]
     values = [float(row[config.measure]) for row in looks]
     first = next((row for row in looks if config.reached(row[config.measure])), None)
+    lost = first is not None and (status == "diverged" or collapsed(config, values))
     return Result(
         status=status,
         reason=reason,
@@ -148,7 +150,17 @@ def summarise(
         seconds_to_target=None if first is None else float(first["seconds"]),
         milliseconds_per_step=1000 * seconds / step if step else None,
         state_bytes=state_bytes,
+        collapsed=lost,
     )
+
+
+def collapsed(config: Config, values: Sequence[float]) -> bool:
+    """Has a run that reached its target lost it again? Then its last measure is not finite, or worse than the target by
+    more than a tenth of the way from its first measure to the target."""
+    if not values or not math.isfinite(values[-1]):
+        return True
+    behind = config.target - values[-1] if config.higher_is_better else values[-1] - config.target
+    return behind > 0.1 * abs(config.target - values[0])
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -325,7 +337,7 @@ def load(folder: Path) -> Run:
 
 
 def read_result(content: Any, where: Path) -> Result:
-    numbers = {f.name for f in fields(Result)} - {"status", "reason", "scores"}
+    numbers = {f.name for f in fields(Result)} - {"status", "reason", "scores", "collapsed"}
     try:
         result = Result(**content)
     except TypeError as error:
@@ -337,6 +349,8 @@ def read_result(content: Any, where: Path) -> Result:
             raise RunError(f"{where} has {name}={_short(value)}, which is no number. {ANEW}")
     if not isinstance(result.status, str) or not isinstance(result.reason, str):
         raise RunError(f"{where} has no status. {ANEW}")
+    if not isinstance(result.collapsed, bool):
+        raise RunError(f"{where} has collapsed={_short(result.collapsed)}, which is not true or false. {ANEW}")
     scores = result.scores
     if not isinstance(scores, dict) or not all(x is None or is_number(x) for x in scores.values()):
         raise RunError(f"{where} has scores={_short(scores)}, which are no numbers. {ANEW}")

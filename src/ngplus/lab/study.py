@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 import statistics
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ngplus.lab.search import Scales, coordinate, hyper
 from ngplus.lab.terminal import count
 
 if TYPE_CHECKING:
     import optuna
 
-    from ngplus.lab.optimizers import OptimizerEntry, Range
+    from ngplus.lab.optimizers import OptimizerEntry
     from ngplus.lab.runs import Config, Result
 
 FAILED = 10.0  # the score of a run that diverged, where steps to the target count
-OPENING = (1.0, 1 / 3, 3.0)  # factors of the default learning rate in the first trials
+OPENING = (1.0, 1 / 3, 3.0)  # factors of the learning rate in the first trials
 TUNING_SEED = 100  # a comparison uses the seeds 0, 1, 2, …: none of them is tuned on
 MORE_SEEDS = 2  # on which the best trials are run again
 
@@ -45,6 +46,11 @@ class Plan:
     seeds: int
     objective: str
     limit: float | None
+    scales: Scales
+
+    def hyper(self, trial: optuna.trial.FrozenTrial | optuna.Trial) -> dict[str, float]:
+        """The hyper-parameters of a trial, whose own parameters are coordinates."""
+        return hyper(self.optimizer.ranges, trial.params, self.scales)
 
     def most_runs(self) -> int:
         return self.trials * self.seeds + (self.finalists * self.runs if self.finalists > 1 else 0)
@@ -106,24 +112,13 @@ class Plan:
 
     def best(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Settings, changes of the run (none), and how they were found, for the preset and the report."""
-        return self.winner()[0].params, {}, story(self)
+        return self.hyper(self.winner()[0]), {}, story(self)
 
     def sentence(self) -> str:
         winner, value = self.winner()
-        found = ", ".join(f"{key} {value:.4g}" for key, value in winner.params.items())
+        found = ", ".join(f"{key} {value:.4g}" for key, value in self.hyper(winner).items())
         where = f"{self.base.workload}, {self.optimizer.name}"
         return f"{where}: {found}, the best of {count(self.trials, 'trial')} with a score of {value:.4g}"
-
-
-def narrowed(ranges: Mapping[str, Range], trials: Iterable[optuna.trial.FrozenTrial]) -> dict[str, Range]:
-    """Learning rates that diverged, and half of the smallest of them, are not tried again; the range then reaches down
-    to a hundredth of its end at least. How large a step may be depends on the scale of the loss."""
-    diverged = [trial.params["lr"] for trial in trials if trial.user_attrs.get("diverged") and "lr" in trial.params]
-    if not diverged or "lr" not in ranges:
-        return dict(ranges)
-    lr = ranges["lr"]
-    high = min(lr.high, min(diverged) / 2)
-    return {**ranges, "lr": replace(lr, low=min(lr.low, high / 100), high=high)}
 
 
 def open_study(storage: str, name: str, base: Config) -> optuna.Study:
@@ -147,15 +142,17 @@ def open_study(storage: str, name: str, base: Config) -> optuna.Study:
     return study
 
 
-def opening(optimizer: OptimizerEntry, place: int, ranges: Mapping[str, Range]) -> dict[str, float]:
-    """The first trials: the defaults, then with a third and with three times the learning rate; none after them, or
-    where that is out of the range."""
+def opening(optimizer: OptimizerEntry, place: int) -> dict[str, float]:
+    """The first trials, as coordinates: the start of each range, then with a third and with three times the learning
+    rate; none after them."""
     if place >= len(OPENING):
         return {}
-    fixed = {name: float(optimizer.defaults[name]) for name in ranges}
-    fixed["lr"] *= OPENING[place]
-    inside = all(ranges[name].low <= value <= ranges[name].high for name, value in fixed.items())
-    return fixed if inside or place == 0 else {}
+    fixed = {
+        coordinate(name, entry): float(optimizer.defaults[name] if entry.start is None else entry.start)
+        for name, entry in optimizer.ranges.items()
+    }
+    fixed[coordinate("lr", optimizer.ranges["lr"])] *= OPENING[place]
+    return fixed
 
 
 def sampler(fixed: Mapping[str, float], *seed: int) -> optuna.samplers.BaseSampler:
@@ -182,13 +179,13 @@ def pruner(steps: int) -> optuna.pruners.BasePruner:
 
 
 def score(config: Config, result: Result, objective: str) -> float:
-    """Smaller is better. ``target``: the part of the budget that it took; 1 and the relative gap where not reached.
-    What diverged is behind everything else."""
+    """Smaller is better. ``target``: the part of the budget that it took; 1 and the relative gap at the end where the
+    target was not reached, or lost again. What diverged is behind everything else."""
     if result.status == "diverged" or result.final is None:
         return FAILED if objective == "target" else math.inf
     if objective == "final":
         return -result.final if config.higher_is_better else result.final
-    if result.steps_to_target is not None:
+    if result.steps_to_target is not None and not result.collapsed:
         return result.steps_to_target / config.steps
     gap = abs(config.target - (result.final if math.isfinite(result.final) else math.inf))
     return min(0.9 * FAILED, 1.0 + gap / max(abs(config.target), 1e-12))
@@ -205,7 +202,7 @@ def story(plan: Plan) -> dict[str, Any]:
     for trial in plan.counted():
         final = plan.final(trial) if finals else None
         more = {} if final is None else {"scores of the finals": [_number(value) for value in final.scores]}
-        trials.append({"hyper": trial.params, "score": _number(trial.value), **more})
+        trials.append({"hyper": plan.hyper(trial), "score": _number(trial.value), **more})
     return {
         "study": plan.study.study_name,
         "sampler": f"Optuna {optuna.__version__}, TPE, seed {plan.seed}",
@@ -214,6 +211,7 @@ def story(plan: Plan) -> dict[str, Any]:
         **finals,
         "steps": plan.base.steps,
         "target": plan.base.target,
+        **({"scales": plan.scales.as_dict()} if any(r.unit for r in plan.optimizer.ranges.values()) else {}),
         **limit,
         "trials": trials,
     }

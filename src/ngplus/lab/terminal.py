@@ -76,7 +76,8 @@ def sentence(config: Config, result: Result) -> str:
     final = "nothing measured" if result.final is None else f"{config.measure} {result.final:.4g}"
     if result.steps_to_target is not None and result.seconds_to_target is not None:
         steps = count(result.steps_to_target, "step")
-        goal = f"target {config.target:g} after {steps}, {result.seconds_to_target:.1f} s"
+        lost = ", and lost again" if result.collapsed else ""
+        goal = f"target {config.target:g} after {steps}, {result.seconds_to_target:.1f} s{lost}"
     else:
         goal = f"target {config.target:g} not reached"
     why = f" ({shown(result.reason)})" if result.reason else ""

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ngplus.lab import options, settings, terminal
+from ngplus.lab.search import coordinate, measure
 from ngplus.lab.study import (
     MORE_SEEDS,
     TUNING_SEED,
     Final,
     Plan,
-    narrowed,
     open_study,
     opening,
     pruner,
@@ -43,7 +43,7 @@ def register(app: typer.Typer) -> None:
 def tune(
     workload: options.WorkloadNames,
     optimizers: options.OptimizerNames = "ngadam",
-    trials: Annotated[int, typer.Option(min=1, help="Runs for each optimizer, those in the storage included.")] = 6,
+    trials: Annotated[int, typer.Option(min=1, help="Runs for each optimizer, those in the storage included.")] = 12,
     storage: Annotated[
         str, typer.Option(help="An Optuna storage: a local file, or a database URL for many machines.")
     ] = "tuning.db",
@@ -65,15 +65,16 @@ def tune(
     *,
     changes: dict[str, Any],
 ) -> None:
-    """Tune an optimizer on a workload: trials with its defaults, a third and three times the learning rate come first.
+    """Tune an optimizer on a workload: the first trials have the start of its ranges, a third and three times its rate.
 
-    The others come from Optuna's TPE sampler. At the end the best of them are run on more seeds; the best mean wins.
+    The others come from Optuna's TPE sampler. The ranges follow what is measured on the task: its loss, and the
+    gradients of its samples. At the end the best of them are run on more seeds; the best mean wins.
 
     The study stays in the storage: break off at any time, and the same command goes on. Several processes, on several
     machines with a database URL, share the trials of a study. The best settings go into presets/WORKLOAD.json with all
     trials of the study, and train and compare take them from there.
 
-    ngplus tune digits --optimizer all --trials 6
+    ngplus tune digits --optimizer all --trials 12
 
     ngplus tune criteo,qm9 --optimizer adamw,soap,ngplus --limit 120
     """
@@ -87,16 +88,21 @@ def tune(
         settings.use_threads(threads, preset)
         wanted = known.pick(optimizers)
         suffix = f"{objective}-{seeds}" if seeds > 1 else objective
-        parts = []
+        studies = []
         for name in settings.listed(workload):
             chosen, size = settings.open_preset(name, preset, changes, sets or [], None)
-            plans = []
+            opened = []
             for optimizer in wanted:
                 base = settings.configure(chosen, preset, size, optimizer, seed=TUNING_SEED, hyper={}, presets=presets)
                 study = open_study(storage, f"{chosen.name}-{preset}-{optimizer}-{suffix}", base)
-                plans.append(Plan(known.get(optimizer), base, study, trials, finalists, seed, seeds, objective, limit))
-            parts.append((settings.open_task(chosen, size, data), plans))
+                opened.append((known.get(optimizer), base, study))
+            studies.append((settings.open_task(chosen, size, data), opened))
         tuned.check_folder(presets)
+        parts = []
+        for task, opened in studies:
+            scales = measure(task, TUNING_SEED, device)
+            plans = [Plan(*one, trials, finalists, seed, seeds, objective, limit, scales) for one in opened]
+            parts.append((task, plans))
         written: set[str] = set()
         # What other processes are at is left to them at first; at the end it is made here if it never came.
         for patient in (True, False):
@@ -125,16 +131,15 @@ def make_trial(plan: Plan, patient: bool, task: Task, device: str, board: termin
     if place >= plan.trials:  # somebody has asked in the same moment
         study.tell(trial, state=optuna.trial.TrialState.FAIL)
         return
-    ranges = narrowed(plan.optimizer.ranges, plan.counted())
-    study.sampler = sampler(opening(plan.optimizer, place, ranges), plan.seed, trial.number)
+    study.sampler = sampler(opening(plan.optimizer, place), plan.seed, trial.number)
     study.pruner = pruner(base.steps)
-    hyper = {name: trial.suggest_float(name, r.low, r.high, log=r.log) for name, r in ranges.items()}
+    for name, r in plan.optimizer.ranges.items():
+        trial.suggest_float(coordinate(name, r), r.low, r.high, log=r.log)
+    hyper = plan.hyper(trial)
     scores = []
     for number in range(plan.seeds):
         config = replace(base, hyper={**base.hyper, **hyper}, seed=TUNING_SEED + number)
         result = make_run(config, task, device, board, stopper(plan, trial, config))
-        if result.status == "diverged":
-            trial.set_user_attr("diverged", True)
         if result.reason in (BEATEN, BEHIND):
             trial.set_user_attr("cut short", True)
         scores.append(score(config, result, plan.objective))
@@ -163,7 +168,7 @@ def make_finals(plan: Plan, patient: bool, task: Task, device: str, board: termi
         known = [] if trial.user_attrs.get("cut short") else trial.user_attrs.get("scores", [])
         final = plan.final(trial) or Final(list(known))
         while len(final.scores) < plan.runs and not plan.beaten(final):
-            hyper = {**plan.base.hyper, **trial.params}
+            hyper = {**plan.base.hyper, **plan.hyper(trial)}
             config = replace(plan.base, hyper=hyper, seed=TUNING_SEED + len(final.scores))
             least = plan.least()
             result = make_run(config, task, device, board, final_stopper(plan, config, least - sum(final.scores)))
@@ -182,11 +187,13 @@ def stopper(plan: Plan, trial: optuna.Trial, config: Config) -> OnEvaluation:
     better = sorted(scores)[plan.finalists - 1] if len(scores) >= plan.finalists else 1.0
     enough = config.steps * min(1.0, better) if alone else math.inf
 
+    reached = False
+
     def on_evaluation(step: int, value: float) -> str:
-        if not alone:
+        nonlocal reached
+        reached = reached or config.reached(value)
+        if not alone or reached:  # it goes on to its last step: it may collapse
             return ""
-        if config.reached(value):
-            return "target reached"
         trial.report(-value if config.higher_is_better else value, step)
         if step == config.steps:
             return ""
@@ -196,13 +203,14 @@ def stopper(plan: Plan, trial: optuna.Trial, config: Config) -> OnEvaluation:
 
 
 def final_stopper(plan: Plan, config: Config, least: float) -> OnEvaluation:
-    """Ends a finalist's run at the target, or when its score cannot be below ``least`` any more."""
+    """Ends a finalist's run when its score cannot be below ``least`` any more."""
+    reached = False
 
     def on_evaluation(step: int, value: float) -> str:
-        if plan.objective != "target":
+        nonlocal reached
+        reached = reached or config.reached(value)
+        if plan.objective != "target" or reached:
             return ""
-        if config.reached(value):
-            return "target reached"
         return BEATEN if step < config.steps and step >= config.steps * least else ""
 
     return limited(plan.limit, on_evaluation)

@@ -5,7 +5,8 @@ version layout
 ======= =========================================================================================================
 0 to 4  ``NGPlus`` with the former option ``scaling``. Loads if every removed option has its value in ``REMOVED``;
         raises an error that names the option otherwise
-5       ``NGPlus`` and ``NGAdam``
+5       ``NGPlus``, where ``damping`` may be "auto", and ``NGAdam``
+6       ``NGPlus`` with ``relative_damping``
 ======= =========================================================================================================
 """
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ngplus.utils.dtensor import is_dtensor, local
 
-VERSION = 5
+VERSION = 6
 
 # Removed options, with the values that mean what is done today.
 REMOVED: dict[str, Any] = {
@@ -85,7 +86,9 @@ def renewed(group: Mapping[str, Any]) -> dict[str, Any]:
     """A saved group's options in today's words, with the meaning that they had."""
     if group.get("state_version", 0) == VERSION or "betas" in group:  # NGAdam has not changed
         return {**group, "state_version": VERSION}
-    old = {key: value for key, value in group.items() if key not in REMOVED}
+    old = {"relative_damping": 0.0, **{key: value for key, value in group.items() if key not in REMOVED}}
+    if old.get("damping") == "auto":
+        old |= {"damping": 0.0, "relative_damping": 0.1}
     if old.get("side") == "auto":
         old["side"] = "smaller"
     if "gamma" in old and old["gamma"] is None:

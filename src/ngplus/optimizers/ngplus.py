@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from ngplus.capture.batch import BatchDims
 from ngplus.capture.collector import Collector, seed_of
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.capture.sample_index import SampleIndex
+from ngplus.diagnostics.health import EigenvalueBounds, Health
 from ngplus.diagnostics.plan import Plan, plan_of
 from ngplus.distributed.collectives import Distributor, ReplicatedDistributor
 from ngplus.fisher.products import REFRESH_MEMORY
@@ -32,14 +34,23 @@ class NGPlus(BaseOptimizer):
     With per-sample gradients G_i of a parameter matrix W (m x n) and G the gradient of the mini-batch, every
     ``update_every`` steps
 
-        L = 1/S sum_i G_i G_i^T    where m <= n
-        R = 1/S sum_i G_i^T G_i    where m > n
+        R = 1/S sum_i G_i^T G_i    with ``side="right"``
+        L = 1/S sum_i G_i G_i^T    with ``side="left"``
 
     and in every step
 
-        W <- W - lr (lambda I + L)^-1 G    or    W <- W - lr G (lambda I + R)^-1
+        D = G (lambda I + R)^-1    or    D = (lambda I + L)^-1 G
+        W <- W - lr D
 
-    with the momentum and the weight decay of torch.optim.SGD.
+    with the momentum and the weight decay of torch.optim.SGD. By default R is averaged over refreshes, lambda is
+    relative to it, and D has the length of G: the learning rate, momentum and schedule of SGD can be taken over.
+
+    The paper to the letter::
+
+        ngplus.NGPlus(
+            model, lr=0.18, momentum=0, damping=0.16, relative_damping=0, update_every=500,
+            curvature="sample", side="smaller", block_size=None, graft=None,
+        )
 
     Examples:
         >>> model = nn.Linear(4, 2)
@@ -60,28 +71,34 @@ class NGPlus(BaseOptimizer):
         nesterov (bool): enable Nesterov momentum (default: False).
         weight_decay (float): added to the preconditioned gradient, times the parameter (default: 0).
         maximize (bool): maximize the objective (default: False).
-        damping (float or str): lambda. ``"auto"`` is a tenth of the mean eigenvalue of each layer's L or R. 0 is
-            refused with the solvers ``"woodbury"`` and ``"sketched"``, which divide by it (default: 0.3).
+        damping (float): the absolute part of lambda = damping + relative_damping * trace(L)/d (default: 0).
+        relative_damping (float): the part of lambda that is relative to the mean eigenvalue trace(L)/d of each layer's
+            L or R, d x d. The solvers ``"woodbury"`` and ``"sketched"`` divide by lambda and need one of the two above
+            0 (default: 1).
         update_every (int): T, the number of steps between two refreshes. The first is at the first step. With
-            ``curvature="batch"``, Ltilde is updated in every step and inverted every T steps (default: 20).
+            ``curvature="batch"``, Ltilde is updated in every step and inverted every T steps (default: 10).
         curvature (str): ``"sample"``, the L or R above; ``"momentum"``, their moving average
             Lbar = beta Lbar + (1 - beta) L; ``"batch"``, from the gradients of mini-batches,
-            Ltilde = beta Ltilde + gamma G G^T, started from lambda I and updated in every step (default: ``"sample"``).
-        beta (float): decay of Lbar at each refresh, or of Ltilde in each step (default: 0.9).
+            Ltilde = beta Ltilde + gamma G G^T, started from lambda I and updated in every step
+            (default: ``"momentum"``).
+        beta (float): decay of Lbar at each refresh, or of Ltilde in each step (default: 0.8).
         gamma (float): weight of a new gradient in Ltilde; it does not follow ``beta`` (default: 0.1).
         samples (int or float): size or fraction of the random sub-sample S, drawn from every micro-batch on every rank;
             None is the whole batch (default: None).
-        side (str): ``"smaller"`` is ``"left"`` (L) where m <= n and ``"right"`` (R) where m > n
-            (default: ``"smaller"``).
+        side (str): ``"right"`` is R, which whitens the inputs of a linear or convolution layer; of an embedding table
+            (rows x features), it is the features' side. ``"left"`` is L. ``"smaller"``, the paper's rule, is ``"left"``
+            where m <= n and ``"right"`` where m > n (default: ``"right"``).
         solver (str): ``"dense"`` (Cholesky), ``"woodbury"``, ``"sketched"`` (sketched least squares), or ``"auto"``,
             the cheaper one of ``"dense"`` and ``"woodbury"`` for each layer; on several ranks, ``"dense"``. Woodbury
             and sketched need ``curvature="sample"`` (default: ``"auto"``).
-        block_size (int): p of the block-diagonal form; None is one block (default: None).
+        block_size (int): p of the block-diagonal form; None is one block (default: 128).
         sketch (int or dict): q of the sketched product, or a dict of ``size``, ``kind`` ("uniform", "gaussian",
             "countsketch", "srht") and ``replacement`` (of "uniform"). With ``solver="sketched"`` it is the sketch of
             the least-squares problem, by default of twice as many rows as unknowns (default: None).
-        graft (str): ``"sgd"`` or ``"adam"``: each layer's direction takes that method's step length. With ``"adam"``,
-            the momentum is a moving average, so that it keeps that length (default: None).
+        graft (str): ``"sgd"`` or ``"adam"``: each layer's direction takes that method's step length; None leaves D as
+            it is. With ``"sgd"``, it is the length of G, at most sqrt(trace(L)) of the last refresh, which |G| exceeds
+            in outliers only. With ``"adam"``, the momentum is a moving average, so that it keeps that length
+            (default: ``"sgd"``).
         refresh_memory (int): bytes that a refresh may take for a matrix beyond those of its state and of a step without
             a refresh. Products of samples are computed in chunks; a matrix that needs more for one sample has
             mini-batch curvature, with a note in ``plan()`` (default: 2**30).
@@ -114,17 +131,18 @@ class NGPlus(BaseOptimizer):
         nesterov: bool = False,
         weight_decay: float = 0.0,
         maximize: bool = False,
-        damping: float | str = 0.3,
-        update_every: int = 20,
-        curvature: str = "sample",
-        beta: float = 0.9,
+        damping: float = 0.0,
+        relative_damping: float = 1.0,
+        update_every: int = 10,
+        curvature: str = "momentum",
+        beta: float = 0.8,
         gamma: float = 0.1,
         samples: int | float | None = None,
-        side: str = "smaller",
+        side: str = "right",
         solver: str = "auto",
-        block_size: int | None = None,
+        block_size: int | None = 128,
         sketch: int | Mapping[str, Any] | None = None,
-        graft: str | None = None,
+        graft: str | None = "sgd",
         refresh_memory: int = REFRESH_MEMORY,
         model: nn.Module | None = None,
         loss_reduction: str = "mean",
@@ -141,6 +159,7 @@ class NGPlus(BaseOptimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
             "damping": damping,
+            "relative_damping": relative_damping,
             "update_every": update_every,
             "curvature": curvature,
             "beta": beta,
@@ -214,7 +233,7 @@ class NGPlus(BaseOptimizer):
         Examples:
             >>> plan = ngplus.NGPlus(nn.Linear(4, 2)).plan(batch_size=8)
             >>> plan["weight"].shape, plan["weight"].side
-            ((2, 5), 'left')
+            ((2, 5), 'right')
         """
         self._find_replicas()
         entries = [(m, self._group(m), self.state.get(m.params[0], {}), self._distributor(m)) for m in self._matrices]
@@ -236,7 +255,7 @@ class NGPlus(BaseOptimizer):
             >>> optimizer.step()
             >>> side, matrix = optimizer.curvature("weight")
             >>> side, tuple(matrix.shape)
-            ('left', (2, 2))
+            ('right', (5, 5))
         """
         matrix = self._find_matrix(which)
         group, distributor = self._group(matrix), self._distributor(matrix)
@@ -248,6 +267,24 @@ class NGPlus(BaseOptimizer):
         state = self.state.get(matrix.params[0], {})
         dense = curvatures.dense_curvature(state, matrix, group, matrix.estimate)
         return Curvature(matrix.side(group["side"]), dense[0] if matrix.groups == 1 else dense)
+
+    def health(self, eigenvalues: bool = False) -> Health:
+        """Counts of skipped steps and failed refreshes since the optimizer was made, by layer.
+
+        Args:
+            eigenvalues (bool): also the smallest and largest eigenvalue of lambda I + L of each layer, h_1 and h_2 of
+                the paper's Assumption 1. They come from an eigendecomposition of each stored inverse that this rank has
+                (default: False).
+
+        Examples:
+            >>> ngplus.NGPlus(nn.Linear(3, 2)).health().good
+            True
+        """
+        found = super().health()
+        if not eigenvalues:
+            return found
+        pairs = ((m.name, curvatures.eigenvalue_bounds(self.state.get(m.params[0], {}))) for m in self._matrices)
+        return replace(found, eigenvalues=tuple(EigenvalueBounds(n, *bounds) for n, bounds in pairs if bounds))
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim."""

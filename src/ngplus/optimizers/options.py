@@ -57,8 +57,8 @@ def check_samples(options: Mapping[str, Any]) -> None:
 def check(options: Mapping[str, Any]) -> None:
     """Checks the options of NGPlus. Raises ValueError, with the name and the value, for the first invalid one."""
     check_momentum(options)
-    if options["damping"] != "auto":
-        number("damping", options["damping"], hint=' (a number of 0 or more, or "auto")')
+    number("damping", options["damping"])
+    number("relative_damping", options["relative_damping"])
     number("beta", options["beta"], top=1.0)
     number("gamma", options["gamma"])
     if options["block_size"] is not None:
@@ -76,8 +76,10 @@ def check(options: Mapping[str, Any]) -> None:
             raise ValueError(
                 "solver='woodbury' is exact, and takes no sketch: take solver='sketched', or 'dense' with a sketch"
             )
-        if options["damping"] == 0:
-            raise ValueError(f"solver={solver!r} divides by the damping, which is 0: take solver='dense'")
+        if options["damping"] == 0 and options["relative_damping"] == 0:
+            raise ValueError(
+                f"solver={solver!r} divides by lambda, and damping and relative_damping are 0: take solver='dense'"
+            )
 
 
 def _boolean(name: str, value: object) -> None:

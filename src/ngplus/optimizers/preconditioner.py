@@ -58,9 +58,9 @@ class Preconditioner:
         """As of ``NGPlus``."""
         return self._optimizer.plan(batch_size, positions)
 
-    def health(self) -> Health:
+    def health(self, eigenvalues: bool = False) -> Health:
         """See :meth:`ngplus.NGPlus.health`."""
-        return self._optimizer.health()
+        return self._optimizer.health(eigenvalues)
 
     def curvature(self, which: str | nn.Parameter) -> Curvature:
         """As of ``NGPlus``."""

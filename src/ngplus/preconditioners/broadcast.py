@@ -1,7 +1,8 @@
-"""Broadcasts the inverse of a matrix from its owner to all ranks: its lower triangle, and lambda.
+"""Broadcasts the inverse of a matrix from its owner to all ranks: its lower triangle, lambda, and with ``graft="sgd"``
+the longest step.
 
-With d the curved dimension in blocks of p, that is d (p + 1) / 2 + 1 numbers. The owner itself takes what it has sent,
-so that all ranks have the same bits.
+With d the curved dimension in blocks of p, the triangle has d (p + 1) / 2 numbers. The owner itself takes what it has
+sent, so that all ranks have the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ def entries_to_send(
     """The new inverse; without an estimate, the one in use."""
     if estimate is not None:
         return curvatures.invert(estimate, group, seed, status)
-    return {"inverse": curvatures.read(state, "inverse"), "damping": state["damping"]}
+    most = state["damping"].new_full((), torch.finfo(state["damping"].dtype).max)  # of an older checkpoint
+    scalars = {"damping": state["damping"], "longest": state.get("longest", most)}
+    return {"inverse": curvatures.read(state, "inverse"), **{key: scalars[key] for key in scalar_keys(group)}}
+
+
+def scalar_keys(group: Group) -> tuple[str, ...]:
+    """The numbers that go with an inverse."""
+    return ("damping", "longest") if group["graft"] == "sgd" else ("damping",)
 
 
 def broadcast_inverses(
@@ -36,15 +44,16 @@ def broadcast_inverses(
 ) -> list[StateEntries]:
     """The inverses of these matrices on all ranks. ``found`` has those that this rank owns, and None for the others."""
     sent: list[Tensor] = []
+    keys = [scalar_keys(groups[m.params[0]]) for m in matrices]
     partitions = [m.partition_of(groups[m.params[0]]) for m in matrices]
-    for matrix, partition, new in zip(matrices, partitions, found, strict=True):
+    for matrix, names, partition, new in zip(matrices, keys, partitions, found, strict=True):
         if new is None:
             device = matrix.params[0].device
-            sent += [torch.empty(size, dtype=matrix.dtype, device=device) for size in (partition.triangle, 1)]
+            sent += [torch.empty(size, dtype=matrix.dtype, device=device) for size in (partition.triangle, len(names))]
         else:
-            sent += [pack(new["inverse"]), new["damping"].reshape(1)]
+            sent += [pack(new["inverse"]), torch.stack([new[name] for name in names])]
     distributor.ranks.broadcast(sent, [distributor.owners[id(m)] for m in matrices for _ in range(2)])
     return [
-        {"inverse": unpack(triangle, partition), "damping": damping.reshape(())}
-        for triangle, damping, partition in zip(sent[::2], sent[1::2], partitions, strict=True)
+        {"inverse": unpack(triangle, partition), **dict(zip(names, scalars.unbind(), strict=True))}
+        for triangle, scalars, names, partition in zip(sent[::2], sent[1::2], keys, partitions, strict=True)
     ]

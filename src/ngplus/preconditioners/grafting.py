@@ -16,9 +16,12 @@ GRAFT_BETA2, GRAFT_EPS = 0.95, 1e-8
 
 
 def graft_length(state: State, gradient: Tensor, group: Group, sparse: bool) -> Tensor:
-    """The length of the step that the grafted method would make for this matrix."""
+    """The length of the step that the grafted method would make for this matrix; with SGD at most ``longest`` of the
+    last refresh."""
     if group["graft"] == "sgd" or sparse:
-        return torch.linalg.vector_norm(gradient)
+        length = torch.linalg.vector_norm(gradient)
+        longest = state.get("longest") if group["graft"] == "sgd" else None
+        return length if longest is None else torch.minimum(length, longest.to(length))
     beta1, beta2 = group["momentum"], GRAFT_BETA2
     if "graft_exp_avg" not in state or state["graft_exp_avg"].shape != gradient.shape or group["step"] == 0:
         state["graft_exp_avg"], state["graft_exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)

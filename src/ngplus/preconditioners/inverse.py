@@ -40,7 +40,7 @@ class InversePreconditioner(MatrixPreconditioner):
         """Ltilde_k of ``curvature="batch"``."""
         if self.group["curvature"] == "batch":
             estimate = curvatures.mini_batch(self.matrix, update.gradient, self.group, seed_of(self.group))
-            curvatures.accumulate_batches(self.state, estimate, self.group)
+            curvatures.accumulate_batches(self.state, estimate, self.matrix.side(self.group["side"]), self.group)
 
     def refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
         estimate = self.estimate(update.gradient, gathered, status)
@@ -54,14 +54,12 @@ class InversePreconditioner(MatrixPreconditioner):
         finite and the last one stays in use."""
         matrix, group, state = self.matrix, self.group, self.state
         if group["curvature"] == "batch":
-            stacks = curvatures.read(state, "curvature")
-            assert stacks is not None
-            return CurvatureEstimate(stacks)
+            return curvatures.accumulated(state, group)
         if gathered is None:
             assert gradient is not None
             estimate = curvatures.mini_batch(matrix, gradient, group, seed_of(group))
             if self._distributor is not None:  # as from samples, where ranks add up L: a checkpoint has one form
-                estimate = CurvatureEstimate(estimate.dense())
+                estimate = CurvatureEstimate(estimate.dense(), None, estimate.gradients)
         else:
             estimate = curvatures.per_sample(gathered, group, matrix.partition_of(group), captured_scale())
         bad = ~estimate.finite()
@@ -74,7 +72,7 @@ class InversePreconditioner(MatrixPreconditioner):
             if dropped:
                 return estimate
         if group["curvature"] == "momentum":
-            return curvatures.average(state, estimate, group)
+            return curvatures.average(state, estimate, matrix.side(group["side"]), group)
         matrix.estimate = estimate
         return estimate
 
@@ -82,6 +80,7 @@ class InversePreconditioner(MatrixPreconditioner):
         """Writes the result of a refresh to the state, and drops entries of options that have changed."""
         if self.group["curvature"] == "sample":
             curvatures.clear(self.state, "curvature")
+            self.state.pop("curvature_side", None)
         curvatures.install(self.state, new)
 
     def precondition(self, update: MatrixUpdate) -> Direction:

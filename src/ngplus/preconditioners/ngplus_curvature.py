@@ -6,10 +6,12 @@ The functions read the options of a parameter group and keep their results in th
 key                          what                                                 kept by
 ============================ ==================================================== =========================
 curvature                    the moving average of L or R                         "momentum", "batch"
+curvature_side               0 for L, 1 for R: a square matrix may change sides   "momentum", "batch"
 inverse                      (lambda I + L)^-1                                    solver "dense"
 factor, core                 U and the r x r (or r x q) matrix beside it          "woodbury", "sketched"
 sketch_seed                  of the sketch in the core                            "sketched"
 damping                      lambda of the last refresh                           all
+longest                      the longest step, from trace(L)                      graft "sgd"
 graft_exp_avg, ..._sq, _step Adam's moments of the plain gradient                 graft "adam"
 refreshed                    what the last refresh was made for, as a number      all
 ============================ ==================================================== =========================
@@ -19,6 +21,7 @@ A tensor is a stack [groups * blocks, p, ...]; where the last block is smaller, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,8 +41,7 @@ from ngplus.utils.typing import Group, State
 StateEntries = dict[str, Any]  # new entries of a state; the stacks of a matrix are a list
 
 TAILS = ("", "_tail")
-RELATIVE_AUTO = 0.1  # damping="auto", as a part of the mean eigenvalue
-DAMPING_FLOOR = 1e-30  # damping="auto" of a zero matrix
+DAMPING_FLOOR = 1e-30  # of relative damping alone, for a zero matrix
 
 
 class Curvature(NamedTuple):
@@ -59,10 +61,12 @@ class Curvature(NamedTuple):
 
 @dataclass
 class CurvatureEstimate:
-    """L (or R) of one refresh, divided by its number of samples: as it is, or as U with L = U U^T."""
+    """L (or R) of one refresh, divided by its number of samples: as it is, or as U with L = U U^T. The gradient is at
+    most ``gradients`` sqrt(trace(L)) long: see :func:`longest_step`."""
 
     matrices: list[Tensor] | None
     low_rank: list[Tensor] | None = None
+    gradients: float = 1.0
 
     def dense(self) -> list[Tensor]:
         if self.matrices is not None:
@@ -80,7 +84,13 @@ class CurvatureEstimate:
         def chosen(stacks: list[Tensor] | None) -> list[Tensor] | None:
             return None if stacks is None else [stack.masked_fill(bad, 0) for stack in stacks]
 
-        return CurvatureEstimate(chosen(self.matrices), chosen(self.low_rank))
+        return CurvatureEstimate(chosen(self.matrices), chosen(self.low_rank), self.gradients)
+
+    def diagonals(self) -> list[Tensor]:
+        """Of L."""
+        if self.matrices is not None:
+            return [m.diagonal(dim1=-2, dim2=-1) for m in self.matrices]
+        return [u.square().sum(-1) for u in self.low_rank or []]
 
 
 def per_sample(
@@ -95,14 +105,15 @@ def per_sample(
     """
     scale = (gathered.samples if group["loss_reduction"] == "mean" else 1) / gathered.ranks / grad_scale
     weight = scale * scale / gathered.used
+    gradients = 1.0 if group["loss_reduction"] == "mean" else float(gathered.samples)
     if gathered.low_rank and gathered.product_sum is None:
         factors = [torch.cat(stack, dim=-1) * weight**0.5 for stack in zip(*gathered.low_rank, strict=True)]  # U
         if keeps_low_rank(group, factors[0].shape[-1], partition.size):
-            return CurvatureEstimate(None, factors)
-        return CurvatureEstimate([u @ u.mT for u in factors])
+            return CurvatureEstimate(None, factors, gradients)
+        return CurvatureEstimate([u @ u.mT for u in factors], None, gradients)
     total = gathered.products()
     assert total is not None
-    return CurvatureEstimate([stack * weight for stack in total])
+    return CurvatureEstimate([stack * weight for stack in total], None, gradients)
 
 
 def mini_batch(matrix: ParameterMatrix, gradient: Tensor, group: Group, seed: int) -> CurvatureEstimate:
@@ -123,60 +134,86 @@ def mini_batch(matrix: ParameterMatrix, gradient: Tensor, group: Group, seed: in
     return CurvatureEstimate([stack @ stack.mT for stack in stacks])
 
 
-def average(state: State, estimate: CurvatureEstimate, group: Group) -> CurvatureEstimate:
+def average(state: State, estimate: CurvatureEstimate, side: str, group: Group) -> CurvatureEstimate:
     """Lbar_k = beta Lbar_(k-1) + (1 - beta) L_k, with Lbar_0 = L_0."""
     matrices = estimate.dense()
-    old = read(state, "curvature")
-    beta = group["beta"]
-    if group["step"] > 0 and old is not None and [o.shape for o in old] == [m.shape for m in matrices]:
-        held = [o.to(m) for o, m in zip(old, matrices, strict=True)]
-        matrices = list(torch._foreach_lerp(held, matrices, 1.0 - beta))
+    old = _last_average(state, matrices, side, group)
+    if old is not None:
+        matrices = list(torch._foreach_lerp(old, matrices, 1.0 - group["beta"]))
     write(state, "curvature", matrices)
-    return CurvatureEstimate(matrices)
+    return CurvatureEstimate(matrices, None, estimate.gradients)
 
 
-def accumulate_batches(state: State, estimate: CurvatureEstimate, group: Group) -> None:
+def _last_average(state: State, matrices: list[Tensor], side: str, group: Group) -> list[Tensor] | None:
+    """The moving average in the state, in the dtype of ``matrices``; None where it is of another side or size, or none.
+    The state is for this side from now on."""
+    number = ("left", "right").index(side)
+    same = state.get("curvature_side", number) == number
+    state["curvature_side"] = number
+    old = read(state, "curvature")
+    if group["step"] == 0 or not same or old is None or [o.shape for o in old] != [m.shape for m in matrices]:
+        return None
+    return [o.to(m) for o, m in zip(old, matrices, strict=True)]
+
+
+def accumulated(state: State, group: Group) -> CurvatureEstimate:
+    """Ltilde_k, which is gamma G_B G_B^T at least."""
+    stacks = read(state, "curvature")
+    assert stacks is not None
+    return CurvatureEstimate(stacks, None, group["gamma"] ** -0.5 if group["gamma"] > 0 else math.inf)
+
+
+def accumulate_batches(state: State, estimate: CurvatureEstimate, side: str, group: Group) -> None:
     """Ltilde_k = beta Ltilde_(k-1) + gamma G_B G_B^T in every step, the first included, started from lambda_0 I."""
     matrices = estimate.dense()
     beta, gamma = group["beta"], group["gamma"]
-    old = read(state, "curvature")
-    if group["step"] == 0 or old is None or [o.shape for o in old] != [m.shape for m in matrices]:
+    old = _last_average(state, matrices, side, group)
+    if old is None:
         start = damping_of(group, [gamma * m.diagonal(dim1=-2, dim2=-1) for m in matrices])
         old = [inverses.damped(torch.zeros_like(m), start) for m in matrices]
-    old = [o.to(m) for o, m in zip(old, matrices, strict=True)]
     # A product that has overflowed is left out. The device decides, since this happens in every step.
     new = [torch.where(m.isfinite().all(), beta * o + gamma * m, o) for o, m in zip(old, matrices, strict=True)]
     write(state, "curvature", new)
 
 
 def damping_of(group: Group, diagonals: Sequence[Tensor]) -> Tensor:
-    """lambda; "auto" is a part of the mean eigenvalue trace(L)/d of the whole layer, from L's diagonals."""
-    if group["damping"] != "auto":  # no constant: a compiled step follows a schedule without recompilation
-        return diagonals[0].new_zeros(()) + group["damping"]
+    """lambda = damping + relative_damping * trace(L)/d, the mean eigenvalue of the whole layer, from L's diagonals."""
+    damping = diagonals[0].new_zeros(()) + group["damping"]  # no constant: a compiled step follows a schedule
+    if group["relative_damping"] == 0:
+        return damping
     mean = torch.cat([diagonal.flatten() for diagonal in diagonals]).mean()
-    return (RELATIVE_AUTO * mean).clamp_min(DAMPING_FLOOR)
+    return (damping + group["relative_damping"] * mean).clamp_min(DAMPING_FLOOR)
 
 
 def invert(estimate: CurvatureEstimate, group: Group, seed: int, status: RefreshStatus | None = None) -> StateEntries:
     """The dense inverse of lambda I + L, or U and the core of Woodbury's identity."""
+    damping = damping_of(group, estimate.diagonals())
+    scalars = {"damping": damping}
+    if group["graft"] == "sgd":
+        scalars["longest"] = longest_step(estimate)
     if estimate.low_rank is None:
-        matrices = estimate.dense()
-        damping = damping_of(group, [m.diagonal(dim1=-2, dim2=-1) for m in matrices])
-        return {"damping": damping, "inverse": [inverses.dense_inverse(m, damping, status) for m in matrices]}
-    damping = damping_of(group, [u.square().sum(-1) for u in estimate.low_rank])
+        return {**scalars, "inverse": [inverses.dense_inverse(m, damping, status) for m in estimate.dense()]}
     if group["solver"] == "sketched":
         cores = [
             inverses.sketched_core(root, damping, _sketch(group, root, seed), status) for root in estimate.low_rank
         ]
-        return {"damping": damping, "factor": estimate.low_rank, "core": cores, "sketch_seed": seed}
+        return {**scalars, "factor": estimate.low_rank, "core": cores, "sketch_seed": seed}
     cores = [inverses.woodbury_core(u, damping, status) for u in estimate.low_rank]
-    return {"damping": damping, "factor": estimate.low_rank, "core": cores}
+    return {**scalars, "factor": estimate.low_rank, "core": cores}
+
+
+def longest_step(estimate: CurvatureEstimate) -> Tensor:
+    """A bound on the length of the gradient G, the mean of the G_i: |G|^2 <= mean |G_i|^2 = trace(L) (Jensen). The
+    gradients of later steps are held to it, so that one outlier does not ruin the run. L = 0 bounds nothing."""
+    trace = torch.cat([diagonal.flatten() for diagonal in estimate.diagonals()]).sum()
+    most = torch.finfo(trace.dtype).max
+    return torch.where(trace > 0, estimate.gradients * trace.sqrt(), most).clamp(max=most)
 
 
 def install(state: State, new: StateEntries) -> None:
     """Replaces the inverse in the state. Its tensors are contiguous, as those of a checkpoint are: products round
     differently with other strides, and a resumed run would differ from one that was not interrupted."""
-    clear(state, "inverse", "factor", "core")
+    clear(state, "inverse", "factor", "core", "longest")
     for key, value in new.items():
         if isinstance(value, list):
             write(state, key, [x.contiguous() for x in value])
@@ -232,6 +269,21 @@ def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: C
     dtype = wide(inverse[0])
     damping = state["damping"].to(dtype)
     return partition.dense([inverses.damped(torch.linalg.inv(i.to(dtype)), -damping).to(i.dtype) for i in inverse])
+
+
+def eigenvalue_bounds(state: State) -> tuple[float, float] | None:
+    """The smallest and largest eigenvalue of the lambda I + L that is in use; None before the first refresh."""
+    inverse, factor = read(state, "inverse"), read(state, "factor")
+    if inverse is not None:
+        values = torch.cat([torch.linalg.eigvalsh(i.double()).flatten() for i in inverse]).clamp_min(0)
+        return 1 / float(values.max()), 1 / max(float(values.min()), torch.finfo(torch.float64).tiny)
+    if factor is None:
+        return None
+    damping = float(state["damping"])
+    squares = [torch.linalg.svdvals(u.double()).square() for u in factor]
+    whole = all(u.shape[-1] >= u.shape[-2] for u in factor)  # else L has the eigenvalue 0
+    least = min(float(s.min()) for s in squares) if whole else 0.0
+    return damping + least, damping + max(float(s.max()) for s in squares)
 
 
 def add_placeholders(state: State, group: Group) -> None:

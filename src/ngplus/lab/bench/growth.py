@@ -25,7 +25,9 @@ def measure(setting: Setting) -> Taken:
 def _turn(m: int, columns: int, block: int) -> Turn:
     torch.manual_seed(0)
     model, x, y = nn.Linear(columns, m, bias=False), torch.randn(SAMPLES, columns), torch.randn(SAMPLES, m)
-    optimizer = ngplus.NGPlus(model, **NGPLUS, side="left", solver="dense", block_size=block, update_every=PLAIN + 1)
+    optimizer = ngplus.NGPlus(
+        model, **{**NGPLUS, "side": "left", "solver": "dense", "block_size": block, "update_every": PLAIN + 1}
+    )
 
     def turn(watch: Stopwatch) -> None:
         optimizer.zero_grad()

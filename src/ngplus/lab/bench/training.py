@@ -14,9 +14,10 @@ from ngplus.lab import optimizers
 from ngplus.lab.bench.problems import PROBLEMS, Problem
 from ngplus.lab.bench.record import Setting, Taken
 from ngplus.lab.bench.timing import Stopwatch, Turn, take_turns
+from ngplus.lab.optimizers import PAPER_FORM
 
 # Small rates: the weights must stay where the numbers are ordinary ones, however many steps are made.
-NGPLUS: dict[str, Any] = {"lr": 1e-5, "momentum": 0.9, "curvature": "sample", "damping": 0.3}
+NGPLUS: dict[str, Any] = {**PAPER_FORM, "lr": 1e-5, "momentum": 0.9, "damping": 0.3}
 NGADAM: dict[str, Any] = {"lr": 1e-6}
 QUARTER: dict[str, dict[str, Any]] = {"quarter": {"samples": 0.25}}  # L and R from a quarter of the batch
 FIRST_ORDER: dict[str, dict[str, Any]] = {"sgd": {"lr": 1e-5, "momentum": 0.9}, "adamw": {"lr": 1e-6}}

@@ -23,6 +23,7 @@ import ngplus
 from ngplus.lab.figures import common
 from ngplus.lab.figures.common import BLUE, GREY, PALETTE, VERMILION, Outcome
 from ngplus.lab.figures.sketch import measure
+from ngplus.lab.optimizers import PAPER_FORM
 
 WIDTHS = (64, 128, 128, 10)
 LAYER = 2  # 128 x 129, left
@@ -31,7 +32,9 @@ LAYER = 2  # 128 x 129, left
 def planned(model: nn.Sequential, p: int, images: Tensor, labels: Tensor) -> dict[str, float]:
     """FLOPs and bytes of the layer by the plan, and the seconds of its refresh: the best of three."""
     model = copy.deepcopy(model)
-    preconditioner = ngplus.Preconditioner(model[LAYER], damping=0.1, solver="dense", block_size=p, update_every=1)
+    preconditioner = ngplus.Preconditioner(
+        model[LAYER], **{**PAPER_FORM, "damping": 0.1, "solver": "dense", "block_size": p, "update_every": 1}
+    )
     seconds = []
     for _ in range(3):
         seconds.append(_step_seconds(model, preconditioner, images, labels))

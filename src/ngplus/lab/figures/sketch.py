@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import ngplus
 from ngplus.lab.figures import common
 from ngplus.lab.figures.common import BLUE, GREEN, GREY, ORANGE, VERMILION, Outcome
+from ngplus.lab.optimizers import PAPER_FORM
 
 KINDS = {"uniform": BLUE, "gaussian": ORANGE, "countsketch": GREEN, "srht": VERMILION}
 
@@ -33,7 +34,7 @@ def measure(model: nn.Sequential, at: int, images: Tensor, labels: Tensor, **opt
     """L or R and the direction [W b] of one layer by a Preconditioner with these options."""
     model = copy.deepcopy(model)  # its hooks go with it
     layer = model[at]
-    preconditioner = ngplus.Preconditioner(layer, **options)
+    preconditioner = ngplus.Preconditioner(layer, **{**PAPER_FORM, **options})
     F.cross_entropy(model(images), labels).backward()
     preconditioner.step()
     curvature = preconditioner.curvature("weight").matrix.double()

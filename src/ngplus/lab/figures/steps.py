@@ -23,9 +23,13 @@ from rich.table import Table
 import ngplus
 from ngplus.lab.figures import common
 from ngplus.lab.figures.common import BLUE, ORANGE, Outcome
+from ngplus.lab.optimizers import PAPER_FORM
 
 BATCH = 64
-METHODS: dict[str, Callable[..., Any]] = {"ngplus": partial(ngplus.NGPlus, damping=0.3), "ngadam": ngplus.NGAdam}
+METHODS: dict[str, Callable[..., Any]] = {
+    "ngplus": partial(ngplus.NGPlus, **PAPER_FORM, damping=0.3),
+    "ngadam": ngplus.NGAdam,
+}
 RATES = {"ngplus": (0.03, 0.1, 0.3), "ngadam": (0.01, 0.03, 0.1)}
 COLOURS = {"ngplus": BLUE, "ngadam": ORANGE}
 

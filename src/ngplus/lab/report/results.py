@@ -99,7 +99,7 @@ def _verdicts(sections: Sequence[Section], kind: str) -> list[str]:
     lines = []
     for section in sections:
         ours = next((row for row in rows(section.runs) if row.optimizer == OURS), None)
-        rivals = [row for row in rows(section.runs) if row.optimizer not in (OURS, "ngplus")]
+        rivals = [row for row in rows(section.runs) if row.optimizer not in (OURS, "ngplus", "ngplus-paper")]
         if ours is None or not rivals:
             continue
         best = min(rivals, key=lambda row: _standing(row, kind))

@@ -40,7 +40,9 @@ class Row:
         seconds = [r.seconds_to_target for r in reached if r.seconds_to_target is not None]
         whole = [r for r in results if r.status != "diverged"]  # the others ended anywhere, at the first step maybe
         diverged = len(results) - len(whole)
-        label = self.optimizer + (f" ({diverged} diverged)" if diverged else "")
+        lost = sum(r.collapsed and r.status != "diverged" for r in results)
+        notes = [f"{diverged} diverged"] * bool(diverged) + [f"{lost} lost the target again"] * bool(lost)
+        label = self.optimizer + (f" ({', '.join(notes)})" if notes else "")
         return (
             label,
             f"{statistics.mean(steps):.0f}{share}" if steps else "not reached",

@@ -217,7 +217,7 @@ class Criteo(Workload):
     }
     recipes: ClassVar[Mapping[str, Mapping[str, Recipe]]] = {
         "paper": {
-            "ngplus": Recipe({"lr": 0.015, "damping": 1.0, "update_every": 1000}),
+            "ngplus-paper": Recipe({"lr": 0.015, "damping": 1.0, "update_every": 1000}),
             "adagrad": Recipe({"lr": 0.01}),
             "sgd": Recipe({"lr": 0.1, "momentum": 0.0}),
         }

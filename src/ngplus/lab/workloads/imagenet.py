@@ -202,13 +202,13 @@ class ImageNet(Workload):
     }
     recipes: ClassVar[Mapping[str, Mapping[str, Recipe]]] = {
         "paper": {
-            "ngplus": _recipe(256, 52, 0.18, 0.16, 0.8),
+            "ngplus-paper": _recipe(256, 52, 0.18, 0.16, 0.8),
             # lr and damping: the middle of 0.05, 0.1 and 0.15, among which the paper chose; it does not say which
             "kfac": _recipe(256, 60, 0.1, 0.1, 0.87),
             "sgd": Recipe({"momentum": 0.9}, {"schedule": "cosine"}),
         },
-        "paper-2048": {"ngplus": _recipe(2048, 50, 1.3, 0.2, 0.7)},
-        "paper-4096": {"ngplus": _recipe(4096, 50, 2.6, 0.3, 0.7)},
+        "paper-2048": {"ngplus-paper": _recipe(2048, 50, 1.3, 0.2, 0.7)},
+        "paper-4096": {"ngplus-paper": _recipe(4096, 50, 2.6, 0.3, 0.7)},
     }
 
     def open(self, preset: Preset, data: Path | None) -> ImageNetTask:

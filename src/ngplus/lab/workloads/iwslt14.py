@@ -72,7 +72,7 @@ class Iwslt14(Workload):
     recipes: ClassVar[Mapping[str, Mapping[str, Recipe]]] = {
         "paper": {
             # damping * 0.87^(epoch/10), 50,000 steps are about 45 epochs
-            "ngplus": Recipe(
+            "ngplus-paper": Recipe(
                 {"lr": 6e-4, "damping": 0.3, "weight_decay": 1e-4},
                 {"schedule": "inverse-sqrt", "warmup": 10_000, "damping_decay": 0.87**4.5},
             ),

@@ -205,7 +205,7 @@ def recipes(epoch: int, damping: float, sgd: float) -> Mapping[str, Recipe]:
     """The paper's settings; NG+ has lr * max(epoch - 10, 1)^-0.5."""
     decay = {"weight_decay": 1e-5}
     return {
-        "ngplus": Recipe(
+        "ngplus-paper": Recipe(
             {"lr": 2e-4, "damping": damping, "update_every": 200, **decay},
             {"schedule": f"inverse-sqrt:{epoch}:{10 * epoch}"},
         ),
