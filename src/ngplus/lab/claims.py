@@ -298,7 +298,8 @@ def page(lines: Sequence[Sequence[str]], command: str) -> str:
         "the mean over the seeds, with one of its two forms: the defaults of `NGPlus`, or the paper's form "
         "(`ngplus-paper`). How far it is ahead is for the reader to compare. Numbers are NG+ / the other method, with "
         "the standard deviation over the seeds that both have; a metric without it is of one seed. Steps are those to "
-        "the target of the preset `small`, with the number of seeds that get there where not all do. How each method was tuned is in the [results](results.md), the rules are in the "
+        "the target of the preset `small`, with the number of seeds that get there where not all do. How each "
+        "method was tuned is in the [results](results.md), the rules are in the "
         "[laboratory](laboratory.md#what-makes-a-comparison-fair).",
         table,
         "## What was run in place of the paper's experiments",
