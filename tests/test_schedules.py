@@ -170,7 +170,7 @@ def test_the_direction_follows_the_schedule(owner: str) -> None:
     def directions(damping: float, epoch: float | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
-        options = {"damping": damping, "update_every": 1}
+        options = {"damping": damping, "relative_damping": 0.0, "update_every": 1}
         if owner == "NGPlus":
             optimizer: Any = ngplus.NGPlus(model, lr=1.0, momentum=0.0, **options)
         else:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ngplus
 from helpers import reference as ref
+from helpers.steps import PAPER
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -183,7 +184,7 @@ def loss(output: Tensor) -> Tensor:
 
 
 def stepped(model: nn.Module, x: Tensor, **options: Any) -> ngplus.NGPlus:
-    optimizer = ngplus.NGPlus(model, lr=0.0, **options)
+    optimizer = ngplus.NGPlus(model, lr=0.0, damping=0.3, **{**PAPER, **options})
     loss(model(x)).backward()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

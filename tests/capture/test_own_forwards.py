@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ngplus
 from helpers import reference as ref
+from helpers.steps import PAPER
 
 
 class Causal(nn.Conv1d):
@@ -140,7 +141,7 @@ def test_a_forward_that_no_rule_fits(double: None, kind: str, options: dict[str,
 @pytest.mark.parametrize("kind", sorted(BY_FUNCTION))
 def test_what_is_done_with_inputs_and_outputs_is_exact(double: None, kind: str) -> None:
     model, x = MODULES[kind](), torch.randn(5, 6)
-    optimizer = ngplus.NGPlus(model, lr=0.0)
+    optimizer = ngplus.NGPlus(model, lr=0.0, damping=0.3, **PAPER)
     passed(model, x)
     optimizer.step()
     own = [model.inner.weight, model.inner.bias]
@@ -276,7 +277,7 @@ def test_vectors_that_all_samples_share(double: None, how: str) -> None:
     model = Positions({**ADDED, **OTHERWISE}[how])
     index, wanted = torch.randint(20, (5, 6)), torch.randn(5, 6, 3)
     alone = passed(model, index)
-    optimizer = ngplus.NGPlus(model, lr=0.0)
+    optimizer = ngplus.NGPlus(model, lr=0.0, damping=0.3, **PAPER)
     torch.testing.assert_close(passed(model, index), alone)
     model.zero_grad()
     (model(index) - wanted).square().mean().backward()

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import ngplus
 from helpers import reference as ref
+from helpers.steps import PAPER
 
 
 class Own(nn.Module):
@@ -69,7 +70,7 @@ class Largest(TorchDispatchMode):
 
 
 def stepped(model: nn.Module, x: Tensor, **options: Any) -> ngplus.NGPlus:
-    optimizer = ngplus.NGPlus(model, lr=0.0, **options)
+    optimizer = ngplus.NGPlus(model, lr=0.0, damping=0.3, **{**PAPER, **options})
     model(x).square().mean().backward()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -103,7 +104,7 @@ def test_rows_of_samples_in_chunks_are_exact(
 def test_rows_of_uneven_samples_are_exact(double: None) -> None:
     model, x = nn.Sequential(Own(4, 3), nn.Tanh()), torch.randn(9, 4)
     index = torch.tensor([2, 0, 1, 1, 0, 2, 2, 2, 0])
-    optimizer = ngplus.NGPlus(model, lr=0.0, sample_index=lambda x: index, loss_reduction="sum")
+    optimizer = ngplus.NGPlus(model, lr=0.0, damping=0.3, sample_index=lambda x: index, loss_reduction="sum", **PAPER)
     model(x).square().sum().backward()
     optimizer.step()
     own = model[0]
@@ -151,7 +152,7 @@ def test_inputs_are_not_copied_as_a_whole(
 
     alone = large()
     model.zero_grad()
-    optimizer = ngplus.NGPlus(model, lr=0.0)
+    optimizer = ngplus.NGPlus(model, lr=0.0, damping=0.3, **PAPER)
     assert large() == alone
     optimizer.step()
     assert optimizer.plan()[0].source == "sample"

@@ -22,10 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 import ngplus
 from distributed import cases
 from helpers.ranks import Pool
+from helpers.steps import PAPER
 from helpers.training import parameters
 
 STEPS, BATCH = 9, 8
-OPTIMIZERS: dict[str, Any] = {"NGPlus": functools.partial(ngplus.NGPlus, damping=0.5), "NGAdam": ngplus.NGAdam}
+OPTIMIZERS: dict[str, Any] = {"NGPlus": functools.partial(ngplus.NGPlus, damping=0.5, **PAPER), "NGAdam": ngplus.NGAdam}
 
 
 class Net(nn.Module):

@@ -95,8 +95,8 @@ def test_criteo() -> None:
 
 # Without sample_index, which structure an atom or a pair belongs to is not known; positions are those of all samples.
 NOT_KNOWN = {
-    "qm9": "interactions.0.mlp.0.weight",
-    "materials": "interactions.0.mlp.0.weight",
+    "qm9": "embedding.weight",
+    "materials": "embedding.weight",
     "shakespeare": "positions.weight",
 }
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import ngplus
 from helpers import reference as ref
+from helpers.steps import PAPER
 
 Draw = Callable[..., Any]
 
@@ -212,7 +213,7 @@ class PlainNGPlus:
 def test_training_with_random_options(case: tuple[nn.Module, Tensor], options: dict[str, Any]) -> None:
     model, x = case
     plain = PlainNGPlus(copy.deepcopy(model), options)
-    optimizer = ngplus.NGPlus(model, **options)
+    optimizer = ngplus.NGPlus(model, **{**PAPER, **options})
     for _ in range(3):
         target = torch.rand(len(x), 1, dtype=torch.float64)
         optimizer.zero_grad()
