@@ -4,7 +4,7 @@ A difference comes from a use outside of the watched modules: ``F.linear(x, embe
 weights, a double backward. The matrix then gets mini-batch curvature.
 
 The gradient is that of this rank, before ranks average it: a hook on the parameter reads what each backward pass adds.
-The first check of a matrix compares all entries. A later one compares a random block of up to 8 rows and 8 columns, and
+The first check of a matrix compares all entries. A later one compares a random block of up to 4 rows and 4 columns, and
 one of a module with its own forward all entries again.
 """
 
@@ -25,7 +25,7 @@ from ngplus.fisher.factors import Factors
 from ngplus.utils.dtensor import whole
 from ngplus.utils.finite import copy_to_host, read_if_on_host
 
-BLOCK = 8  # rows and columns of a block
+BLOCK = 4  # rows and columns of a block
 SMALL = 1024  # entries of a matrix up to which all are compared
 MAX_ROWS = 1_000_000  # of a lookup table; larger ones are not checked
 
@@ -212,8 +212,11 @@ class _Difference:
 
 
 def _run(size: int, unit: int, numbers: random.Random) -> slice:
-    """Up to ``BLOCK`` consecutive entries of ``size``, from a random multiple of ``unit`` on."""
-    length = min(size, max(1, BLOCK // unit) * unit)
+    """Up to ``BLOCK`` consecutive entries of ``size``, from a random place on: whole units, or a part of one."""
+    if unit > BLOCK:
+        start = unit * numbers.randrange(size // unit) + numbers.randrange(unit - BLOCK + 1)
+        return slice(start, start + BLOCK)
+    length = min(size, BLOCK // unit * unit)
     start = unit * numbers.randrange((size - length) // unit + 1)
     return slice(start, start + length)
 

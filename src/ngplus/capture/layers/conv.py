@@ -57,22 +57,28 @@ class Patches:
 
     def take(self, samples: Tensor | slice) -> Tensor:
         """Returns the patches of these samples, copied kernel offset by kernel offset."""
-        x = self._padded(samples)
+        return self._patches(self._padded(samples), slice(None))
+
+    def _patches(self, x: Tensor, which: slice) -> Tensor:
+        """Returns patches of padded images, at some of the offsets of the kernel."""
         x = x.permute(2, 0, 3, 1, *range(4, x.dim()))  # [groups, samples, in/groups, images, *size]
-        out = x.new_empty(*x.shape[:3], _prod(self._kernel), x.shape[3], *self._out)
-        offsets = itertools.product(*(range(k) for k in self._kernel))
-        for i, offset in enumerate(reversed(list(offsets)) if self._flip else offsets):
+        offsets = list(itertools.product(*(range(k) for k in self._kernel)))
+        offsets = (offsets[::-1] if self._flip else offsets)[which]
+        out = x.new_empty(*x.shape[:3], len(offsets), x.shape[3], *self._out)
+        for i, offset in enumerate(offsets):
             steps = zip(offset, self._dilation, self._stride, self._out, strict=True)
             every: tuple[Any, ...] = (..., *(slice(o * d, o * d + s * (m - 1) + 1, s) for o, d, s, m in steps))
             out[:, :, :, i] = x[every]
         return out.flatten(2, 3).flatten(3).mT
 
     def columns(self, cols: slice) -> Tensor:
-        """Returns these columns of the patches of all samples. They are those of whole channels."""
+        """Returns these columns of the patches of all samples: those of whole channels, or a part of one's."""
         part, kernel = copy.copy(self), _prod(self._kernel)
-        channels = slice(cols.start // kernel, cols.stop // kernel)
-        part._x = self._x.unflatten(2, (self._groups, -1))[:, :, :, channels].flatten(2, 3)
-        return part.take(slice(None))
+        first, last = cols.start // kernel, (cols.stop - 1) // kernel
+        part._x = self._x.unflatten(2, (self._groups, -1))[:, :, :, first : last + 1].flatten(2, 3)
+        start = cols.start % kernel
+        which = slice(start, start + cols.stop - cols.start) if first == last else slice(None)
+        return part._patches(part._padded(slice(None)), which)
 
     @property
     def nbytes(self) -> int:

@@ -22,7 +22,7 @@ class LazyFactor(Protocol):
         """r of these samples, [groups, samples, positions, n]."""
 
     def columns(self, cols: slice) -> Tensor:
-        """These columns of r for all samples. They are those of whole channels."""
+        """These columns of r for all samples: those of whole channels, or a part of one's."""
 
     def outer(self, samples: Samples, left: Tensor, side: str, ones: bool) -> Tensor:
         """The matrices sum_p l_ip r_ip^T stacked vertically, [groups, samples * m, n]; for the left side each of them
