@@ -43,12 +43,7 @@ class EmbeddingRule(WeightRule):
         return with_sources(module, MatrixSpec(("weight",), ("rows",)))
 
     def options(self, given: Mapping[str, Any]) -> Any:
-        rows, padding = len(given["weight"]), given.get("padding_idx")
-        return SimpleNamespace(
-            num_embeddings=rows,
-            padding_idx=None if padding is None else padding % rows,
-            scale_grad_by_freq=given.get("scale_grad_by_freq", False),
-        )
+        return _table_options(given)
 
     def adapt(self, module: Any, inputs: Inputs, output: Any, batch: Batch) -> Any:
         index = inputs[0]
@@ -119,6 +114,17 @@ class ForAllSamples(Tensor):
         return out
 
 
+def _table_options(given: Mapping[str, Any], **more: Any) -> SimpleNamespace:
+    """Returns the arguments of F.embedding or F.embedding_bag under the names of a module's attributes."""
+    rows, padding = len(given["weight"]), given.get("padding_idx")
+    return SimpleNamespace(
+        num_embeddings=rows,
+        padding_idx=None if padding is None else padding % rows,
+        scale_grad_by_freq=given.get("scale_grad_by_freq", False),
+        **more,
+    )
+
+
 def _entry_weights(module: Any, index: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Returns what torch multiplies each entry's gradient by: 0 for padding, 1 / frequency; None for 1."""
     weight = None if module.padding_idx is None else (index != module.padding_idx).to(dtype)
@@ -152,11 +158,8 @@ class EmbeddingBagRule(WeightRule):
         return [] if module.mode == "max" else with_sources(module, MatrixSpec(("weight",), ("rows",)))
 
     def options(self, given: Mapping[str, Any]) -> Any:
-        rows, padding = len(given["weight"]), given.get("padding_idx")
-        return SimpleNamespace(
-            num_embeddings=rows,
-            padding_idx=None if padding is None else padding % rows,
-            scale_grad_by_freq=given.get("scale_grad_by_freq", False),
+        return _table_options(
+            given,
             mode=given.get("mode", "mean"),
             include_last_offset=given.get("include_last_offset", False),
             offsets=given.get("offsets"),
