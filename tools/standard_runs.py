@@ -240,19 +240,17 @@ def tables(rows: list[Row]) -> list[str]:
         return [f"{BASELINE}, which the others are compared with, has no runs on the seeds of the comparison yet"]
     names = list(dict.fromkeys(row["optimizer"] for row in rows))
     names = [name for name in names if all(compared(rows, task, name) for task in tasks)]
+    timed = [name for name in names if name.endswith(TIMED)]
+    names = [name for name in names if name not in timed]
     head = "| optimizer | " + " | ".join(tasks) + " | geometric mean |"
     rule = "| --- " * (len(tasks) + 2) + "|"
-    finals = {task: {name: mean_curve(compared(rows, task, name))[-1][1] for name in names} for task in tasks}
+    finals = {task: {n: mean_curve(compared(rows, task, n))[-1][1] for n in [*names, *timed]} for task in tasks}
+    ratios = {
+        name: geometric_mean([error(finals[t][name], t) / error(finals[t][BASELINE], t) for t in tasks])
+        for name in [*names, *timed]
+    }
     lines = ["Final measure: mean and standard deviation over the seeds; error against the baseline's", "", head, rule]
-    for name in names:
-        cells = []
-        for task in tasks:
-            own = [row["final"] for row in compared(rows, task, name) if row["final"] is not None]
-            spread = statistics.stdev(own) if len(own) > 1 else 0.0
-            rate = compared(rows, task, name)[0]["lr"]
-            cells.append(f"{finals[task][name]:.4g} ± {spread:.2g} (lr {rate:g})")
-        ratios = [error(finals[t][name], t) / error(finals[t][BASELINE], t) for t in tasks]
-        lines.append(f"| {name} | " + " | ".join(cells) + f" | {geometric_mean(ratios):.3f} |")
+    lines += [final_measures(rows, tasks, name, ratios[name]) for name in names]
     rivals = [name for name in RIVALS if name in names]
     levels = {
         "the baseline's final measure, as a part of its budget": lambda t: finals[t][BASELINE],
@@ -268,7 +266,24 @@ def tables(rows: list[Row]) -> list[str]:
             lines.append(f"| {name} | " + " | ".join(cells) + f" | {geometric_mean(own_steps):.3f} |")
     if rows[0]["preset"] == "small":
         lines += target_table(rows, tasks, names)
+    if timed:
+        title = "At equal time: final measure; error against the baseline's; time to the baseline's final measure"
+        lines += ["", title, "", f"{head} time |", f"{rule} --- |"]
+    for name in timed:
+        time = geometric_mean([share_of_budget(compared(rows, t, name), finals[t][BASELINE]) for t in tasks])
+        lines.append(f"{final_measures(rows, tasks, name, ratios[name])} {time:.3f} |")
     return lines + scores(rows, tasks, names)
+
+
+def final_measures(rows: list[Row], tasks: Sequence[str], name: str, ratio: float) -> str:
+    """A line of a table: the final measures of an optimizer, and their geometric mean against the baseline's."""
+    cells = []
+    for task in tasks:
+        runs = compared(rows, task, name)
+        own = [row["final"] for row in runs if row["final"] is not None]
+        spread = statistics.stdev(own) if len(own) > 1 else 0.0
+        cells.append(f"{mean_curve(runs)[-1][1]:.4g} ± {spread:.2g} (lr {runs[0]['lr']:g})")
+    return f"| {name} | " + " | ".join(cells) + f" | {ratio:.3f} |"
 
 
 def target_table(rows: list[Row], tasks: Sequence[str], names: Sequence[str]) -> list[str]:
