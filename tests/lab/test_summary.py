@@ -67,6 +67,31 @@ def test_the_summary_says_where_ngadam_wins_ties_and_loses(tmp_path: Path) -> No
     assert (tmp_path / "results" / "timed.json").exists()
 
 
+def test_the_summary_compares_ngplus_with_sgd_and_kfac(tmp_path: Path) -> None:
+    rates = {  # a rate of 0.01 misses the target
+        "both": {"ngplus": 0.2, "sgd": 0.1, "kfac": 0.12},
+        "late": {"ngplus": 0.1, "sgd": 0.01, "kfac": 0.12},
+        "lost": {"ngplus": 0.2, "sgd": 0.01, "kfac": 0.01},
+    }
+    for workload, found in rates.items():
+        for optimizer, rate in found.items():
+            for seed in range(2):
+                made = run(optimizer, seed, rate, workload=workload)
+                if (workload, optimizer, seed) == ("lost", "ngplus", 1):
+                    assert made.result is not None
+                    made = replace(made, result=replace(made.result, collapsed=True))
+                save(tmp_path / workload, made)
+    page = tmp_path / "results.md"
+    result = CliRunner().invoke(app, ["report", *(str(tmp_path / name) for name in rates), "--summary", str(page)])
+    assert result.exit_code == 0, result.output
+    text = page.read_text()
+    assert "On 2 of 3 workloads it gets to the target" in text
+    assert "of NGPlus, 1 run did (lost)." in text
+    assert "NGPlus takes 0.60 of SGD's steps in the geometric mean" in text
+    assert "| late | 25 | not reached | 22 | – | 1.11 | no |" in text
+    assert "| lost | 15 (1 of 2) | not reached | not reached | – | – | yes |" in text
+
+
 def test_the_summary_leaves_out_runs_that_have_not_ended(tmp_path: Path) -> None:
     for seed in range(2):
         made = run("ngadam", seed, 0.2)

@@ -11,6 +11,7 @@ from ngplus.lab.report.summary import Row, caption, differing, duration, either,
 from ngplus.lab.terminal import count
 
 OURS = "ngadam"
+PAPER_RIVALS = {"sgd": "SGD", "kfac": "KFAC"}
 TIE = 0.05  # the part by which two means may differ and still be called a tie
 
 RULE = f"""\
@@ -41,6 +42,7 @@ def markdown(
         parts += _verdicts(timed, "time")
     else:
         parts.append("Not measured yet: the runs of this page were made side by side, and their times mean nothing.")
+    parts += _against_sgd_and_kfac(sections)
     parts += ["## Steps to the target, all optimizers", _matrix(sections)]
     for section in sections:
         title = _name(section)
@@ -125,15 +127,58 @@ def _verdicts(sections: Sequence[Section], kind: str) -> list[str]:
     ]
 
 
-def _means(ratios: Mapping[str, float], kind: str) -> list[str]:
+def _means(ratios: Mapping[str, float], kind: str, ours: str = "NGAdam", theirs: str = "the best rival") -> list[str]:
     if not ratios:
         return []
     worst = max(ratios, key=lambda name: ratios[name])
     return [
-        f"Over the {len(ratios)} workloads where both get there, NGAdam takes "
-        f"{statistics.geometric_mean(ratios.values()):.2f} of the best rival's {kind} in the geometric mean, and "
+        f"Over the {count(len(ratios), 'workload')} where both get there, {ours} takes "
+        f"{statistics.geometric_mean(ratios.values()):.2f} of {theirs}'s {kind} in the geometric mean, and "
         f"{ratios[worst]:.2f} at worst ({worst})."
     ]
+
+
+def _against_sgd_and_kfac(sections: Sequence[Section]) -> list[str]:
+    """NGPlus beside the two methods that the paper compares it with; nothing without runs of all three."""
+    lines, ahead = [], []
+    ratios: dict[str, dict[str, float]] = {name: {} for name in PAPER_RIVALS}
+    lost: list[str] = []
+    for section in sections:
+        found = {row.optimizer: row for row in rows(section.runs)}
+        if not {"ngplus", *PAPER_RIVALS} <= set(found):
+            continue
+        ours, title = found["ngplus"], _name(section)
+        cells = []
+        for name in PAPER_RIVALS:
+            mine, theirs = _mean(ours, "steps"), _mean(found[name], "steps")
+            if mine and theirs:
+                ratios[name][title] = mine / theirs
+            cells.append(f"{mine / theirs:.2f}" if mine and theirs else "–")
+        level = all(_as_often_and_as_soon(ours, found[name]) for name in PAPER_RIVALS)
+        ahead += [title] if level else []
+        lost += [title for run in ours.runs if run.result is not None and run.result.collapsed]
+        names = ("ngplus", *PAPER_RIVALS)
+        lines.append((title, *(_shown(found[name], "steps") for name in names), *cells, "yes" if level else "no"))
+    if not lines:
+        return []
+    titles = [PAPER_RIVALS[name] for name in PAPER_RIVALS]
+    return [
+        "## NGPlus, SGD and KFAC",
+        f"`ngplus` is NGPlus with its defaults, tuned in the learning rate and `relative_damping`. On {len(ahead)} of "
+        f"{count(len(lines), 'workload')} it gets to the target with at least as many seeds as SGD and KFAC, and in no "
+        f"more steps: {_listed(ahead, 'none')}. A run that loses the target again counts as one that missed it; of "
+        f"NGPlus, {count(len(lost), 'run')} did{f' ({_listed(set(lost))})' if lost else ''}.",
+        *(line for name, other in PAPER_RIVALS.items() for line in _means(ratios[name], "steps", "NGPlus", other)),
+        _table(("workload", "NGPlus", *titles, *(f"NGPlus / {t}" for t in titles), "as often and as soon"), lines),
+    ]
+
+
+def _as_often_and_as_soon(ours: Row, theirs: Row) -> bool:
+    """Does it reach the target with at least as many seeds, and in no more steps by the mean?"""
+    mine, other = _values(ours, "steps"), _values(theirs, "steps")
+    if not mine or len(mine) * len(theirs.runs) < len(other) * len(ours.runs):
+        return False
+    return not other or statistics.mean(mine) <= statistics.mean(other)
 
 
 def verdict(ours: Row, theirs: Row, kind: str) -> str:
@@ -162,8 +207,7 @@ def _matrix(sections: Sequence[Section]) -> str:
 
 
 def _values(row: Row, kind: str) -> list[float]:
-    results = [run.result for run in row.runs if run.result is not None]
-    found = [r.steps_to_target if kind == "steps" else r.seconds_to_target for r in results]
+    found = [r.steps_to_target if kind == "steps" else r.seconds_to_target for r in row.reached()]
     return [float(value) for value in found if value is not None]
 
 

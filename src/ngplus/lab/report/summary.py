@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ngplus.lab.amounts import amount
-from ngplus.lab.runs import Run, is_number
+from ngplus.lab.runs import Result, Run, is_number
 
 TIMES = ("time to target", "ms a step")
 SHARED = ("steps", "batch_size", "target", "schedule", "warmup", "options", "processes")  # by runs that are compared
@@ -33,7 +33,7 @@ class Row:
     def cells(self, scores: Sequence[str] = ()) -> tuple[str, ...]:
         """``scores``: the names of what was measured once, at the end."""
         results = [run.result for run in self.runs if run.result is not None]
-        reached = [r for r in results if r.steps_to_target is not None and r.seconds_to_target is not None]
+        reached = self.reached()
         share = "" if len(reached) == len(self.runs) else f" ({len(reached)} of {len(self.runs)})"
         percent = _is_share(self.runs[0])
         steps = [float(r.steps_to_target) for r in reached if r.steps_to_target is not None]
@@ -54,10 +54,15 @@ class Row:
             amount(max(r.state_bytes for r in whole), "B") if whole else "–",
         )
 
+    def reached(self) -> list[Result]:
+        """The runs that reached the target and did not lose it again."""
+        results = [run.result for run in self.runs if run.result is not None]
+        return [r for r in results if r.steps_to_target is not None and not r.collapsed]
+
     def rank(self) -> tuple[float, float, float]:
         """The order of the table: most runs at the target, fewest steps to it, best measure at the end."""
         results = [run.result for run in self.runs if run.result is not None]
-        steps = [r.steps_to_target for r in results if r.steps_to_target is not None]
+        steps = [r.steps_to_target for r in self.reached() if r.steps_to_target is not None]
         finals = [r.final for r in results if r.final is not None and r.status != "diverged"]
         sign = -1.0 if self.runs[0].config.higher_is_better else 1.0
         final = sign * statistics.mean(finals) if finals else math.inf
