@@ -53,15 +53,19 @@ def update_parameters(
 def adamw_steps(
     group: Group, params: list[nn.Parameter], directions: list[Tensor], states: MutableMapping[Tensor, State]
 ) -> list[Tensor]:
-    """The directions with decoupled weight decay, as in torch.optim.AdamW."""
-    return _with_weight_decay(group, params, directions)
+    """The directions with decoupled weight decay, as in torch.optim.AdamW. In place: directions are no one else's."""
+    if group["weight_decay"] != 0:
+        torch._foreach_add_(directions, [local(p) for p in params], alpha=group["weight_decay"])
+    return directions
 
 
 def sgd_steps(
     group: Group, params: list[nn.Parameter], directions: list[Tensor], states: MutableMapping[Tensor, State]
 ) -> list[Tensor]:
     """The directions with the weight decay and momentum of torch.optim.SGD."""
-    steps = _with_weight_decay(group, params, directions)
+    steps = directions
+    if group["weight_decay"] != 0:
+        steps = list(torch._foreach_add(directions, [local(p) for p in params], alpha=group["weight_decay"]))
     momentum = group["momentum"]
     if momentum == 0:
         return steps
@@ -86,12 +90,6 @@ def sgd_steps(
     if dampening:
         return list(torch._foreach_lerp(steps, buffers, momentum))
     return list(torch._foreach_add(steps, buffers, alpha=momentum))
-
-
-def _with_weight_decay(group: Group, params: list[nn.Parameter], directions: list[Tensor]) -> list[Tensor]:
-    if group["weight_decay"] == 0:
-        return directions
-    return list(torch._foreach_add(directions, [local(p) for p in params], alpha=group["weight_decay"]))
 
 
 def _too_long(params: Sequence[Tensor], steps: list[Tensor], lr: float | Tensor) -> Tensor:

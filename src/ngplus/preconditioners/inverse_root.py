@@ -170,10 +170,10 @@ class RootsPreconditioner(AveragingPreconditioner):
 
     def precondition(self, update: MatrixUpdate) -> Direction:
         """D, before the learning rate."""
-        state, beta1, (_, m, n) = self.state, self.group["betas"][0], update.gradient.shape
-        ahead = state["exp_avg"].lerp(update.gradient, 1 - beta1).div_(1 - beta1 ** state["step"])  # Nesterov's
+        state, beta1 = self.state, self.group["betas"][0]
+        ahead = state["exp_avg"].lerp(update.gradient, 1 - beta1)  # Nesterov's
         direction = multiply(state["left_root"], multiply(state["right_root"], ahead.mT).mT)
-        return clip(direction, (m * n) ** 0.5), update.rows
+        return clip(direction, 1 / (1 - beta1 ** state["step"])), update.rows
 
 
 class RowsPreconditioner(AveragingPreconditioner):
@@ -207,7 +207,7 @@ class RowsPreconditioner(AveragingPreconditioner):
 
     def precondition(self, update: MatrixUpdate) -> Direction:
         direction = multiply(self.state["right_root"], update.gradient.mT).mT
-        return clip(direction, max(1, update.gradient[0].numel()) ** 0.5), update.rows
+        return clip(direction), update.rows
 
 
 class AdamPreconditioner(AveragingPreconditioner):
@@ -236,10 +236,12 @@ class AdamPreconditioner(AveragingPreconditioner):
         return ahead.div_(root.add_(self.group["eps"])), update.rows
 
 
-def clip(direction: Tensor, root_of_count: float) -> Tensor:
-    """In place: a root mean square of ``MAX_RMS`` at most, of each group."""
-    rms = torch.linalg.vector_norm(direction, dim=(-2, -1), keepdim=True) / root_of_count
-    return direction.div_((rms / MAX_RMS).clamp_min_(1.0))
+def clip(direction: Tensor, factor: float = 1.0) -> Tensor:
+    """In place: the direction times a factor, with a root mean square of ``MAX_RMS`` at most in each group."""
+    rms = torch.linalg.vector_norm(direction, dim=(-2, -1), keepdim=True) * (
+        factor / max(1, direction[0].numel()) ** 0.5
+    )
+    return direction.mul_(factor / (rms / MAX_RMS).clamp_min_(1.0))
 
 
 def _root(x: Tensor, damping: Tensor, status: RefreshStatus) -> Tensor:
