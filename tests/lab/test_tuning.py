@@ -291,6 +291,29 @@ def test_the_best_trials_are_run_on_more_seeds_and_the_best_mean_wins(monkeypatc
     assert "lr 0.003, the best of 1 trial with" in said
 
 
+def test_a_finalist_that_diverges_makes_room_for_the_next_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told({(0.003, 100): 40, (0.001, 100): 30, (0.009, 100): 80}
+                | {(0.003, 101): 50, (0.003, 102): 60, (0.009, 101): 90, (0.009, 102): 90})  # fmt: skip
+
+    def run(config: runs.Config, *rest: Any, **options: Any) -> runs.Result:
+        if (config.seed, round(config.hyper["lr"], 4)) in ((101, 0.001), (101, 0.003)):
+            told.made.append((round(config.hyper["lr"], 4), 101, 10))
+            return runs.summarise(config, [], 10, 1.0, 0, "diverged", "the loss became nan")
+        return told(config, *rest, **options)
+
+    monkeypatch.setattr(loop, "run", run)
+    arguments = ["tune", "digits", "-o", "adam", "--trials", "3", "--steps", "100", "--target", "0.9"]
+    said = ngplus(*arguments, "--finalists", "1", "--storage", "sqlite:///one.db")
+    assert "lr 0.001, the best of 3 trials with" in said  # without finals, the best trial wins
+    made = len(told.made)
+    said = ngplus(*arguments, "--finalists", "2")
+    finals = [(rate, seed) for rate, seed, _ in told.made[made + 3 :]]
+    # the best trial ends at its second seed, and so does the next one; the third was cut short, and begins anew
+    assert finals == [(0.001, 101), (0.003, 101), (0.009, 100), (0.009, 101), (0.009, 102)]
+    assert "lr 0.009, the best of 3 trials with" in said
+    assert trials_of("adam")[1]["scores of the finals"] == pytest.approx([0.3, 10.0])
+
+
 def test_a_finalist_that_was_left_off_goes_on_when_its_better_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The third trial beats the others, and then only two trials are asked for."""
     told = Told({(0.003, seed): 60 for seed in (100, 101, 102)} | {(0.001, seed): 70 for seed in (100, 101, 102)}

@@ -32,6 +32,11 @@ class Final:
     scores: list[float]
     left_off: float = -1.0  # where it was stopped early: the sum of another finalist's scores that it could not beat
 
+    @property
+    def diverged(self) -> bool:
+        """On one of the seeds."""
+        return any(value >= FAILED for value in self.scores)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -78,6 +83,21 @@ class Plan:
         saved = self.study.user_attrs.get(f"final {trial.number}")
         return None if saved is None else Final(**saved)
 
+    def next_finalist(self) -> optuna.trial.FrozenTrial | None:
+        """The next trial to run on more seeds. A finalist that diverges on one of them makes room for the next best
+        trial, as long as there is one."""
+        standing = 0
+        for trial in self.ranked():
+            final = self.final(trial) or Final([])
+            if final.diverged:
+                continue
+            if len(final.scores) < self.runs and not self.beaten(final):
+                return trial
+            standing += 1
+            if standing == self.finalists:
+                break
+        return None
+
     def least(self) -> float:
         """The least sum of scores of a finalist that has all its runs."""
         finals = [self.final(trial) for trial in self.counted()]
@@ -95,20 +115,15 @@ class Plan:
 
     def ended(self) -> bool:
         """Are all trials there, and all runs of the finalists?"""
-        if len(self.counted()) < self.trials:
-            return False
-        finals = [self.final(trial) for trial in self.ranked()[: self.finalists]]
-        return self.finalists == 1 or all(
-            final is not None and (len(final.scores) == self.runs or self.beaten(final)) for final in finals
-        )
+        return len(self.counted()) >= self.trials and (self.finalists == 1 or self.next_finalist() is None)
 
     def winner(self) -> tuple[optuna.trial.FrozenTrial, float]:
-        """The best trial and its score: the best mean of the finalists, where there are any."""
-        if self.finalists == 1:
-            return self.ranked()[0], _value(self.ranked()[0])
-        finals = [(trial, self.final(trial)) for trial in self.ranked()]
-        full = [(t, statistics.mean(f.scores)) for t, f in finals if f is not None and len(f.scores) == self.runs]
-        return min(full, key=lambda pair: pair[1])
+        """The best trial and its score: the best mean of the finalists, where there are any that did not diverge."""
+        finals = [(trial, self.final(trial)) for trial in self.ranked()] if self.finalists > 1 else []
+        full = [(trial, final) for trial, final in finals if final is not None and len(final.scores) == self.runs]
+        means = [(trial, statistics.mean(final.scores)) for trial, final in full if not final.diverged]
+        first = self.ranked()[0]
+        return min(means, key=lambda pair: pair[1], default=(first, _value(first)))
 
     def best(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Settings, changes of the run (none), and how they were found, for the preset and the report."""

@@ -159,15 +159,15 @@ def make_run(config: Config, task: Task, device: str, board: terminal.Board, on_
 
 
 def make_finals(plan: Plan, patient: bool, task: Task, device: str, board: terminal.Board) -> None:
-    """The best trials on more seeds: one seed alone may like a learning rate that others do not. Where ``patient``, a
-    process that has begun with them is left to it."""
+    """Runs the best trials on more seeds: what is best on one seed may diverge on another. Where ``patient``, a process
+    that has begun with them is left to it."""
     if plan.finalists == 1 or len(plan.counted()) < plan.trials or (patient and "finals" in plan.study.user_attrs):
         return
     plan.study.set_user_attr("finals", "begun")
-    for trial in plan.ranked()[: plan.finalists]:
+    while (trial := plan.next_finalist()) is not None:
         known = [] if trial.user_attrs.get("cut short") else trial.user_attrs.get("scores", [])
         final = plan.final(trial) or Final(list(known))
-        while len(final.scores) < plan.runs and not plan.beaten(final):
+        while len(final.scores) < plan.runs and not final.diverged and not plan.beaten(final):
             hyper = {**plan.base.hyper, **plan.hyper(trial)}
             config = replace(plan.base, hyper=hyper, seed=TUNING_SEED + len(final.scores))
             least = plan.least()
