@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 
 from ngplus import lab
 from ngplus.lab import collection, loop, presets, runs, terminal, workloads
-from ngplus.lab.cli import app
+from ngplus.lab.cli import COMMANDS, app, load
 from ngplus.lab.workloads.digits import Digits
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -81,7 +81,9 @@ def test_ctrl_c_is_told_by_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> Non
         return real(*arguments)
 
     monkeypatch.setattr(loop, "_train_step", interrupted)
-    assert "the same command with --resume" in ngplus("train", "digits", *SHORT, code=130)
+    said = ngplus("train", "digits", *SHORT, code=130)
+    assert "interrupted" in said
+    assert "the same command with --resume" in said
     said = ngplus("compare", "digits", "--optimizers", "sgd,adam", "--seeds", "1", *SHORT, code=130)
     assert "the same command goes on" in said
 
@@ -104,6 +106,38 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         assert made.stderr is not None
         made.stdout.close()
         assert made.stderr.read() == b""
+
+
+def test_help_and_completion_do_not_import_torch() -> None:
+    code = """
+import sys
+from typer.testing import CliRunner
+from ngplus.lab.cli import COMMANDS, app
+for arguments in (["--help"], *([name, "--help"] for name in COMMANDS)):
+    assert CliRunner().invoke(app, arguments).exit_code == 0, arguments
+completed = CliRunner().invoke(
+    app, [], prog_name="ngplus", env={"_NGPLUS_COMPLETE": "complete_bash", "COMP_WORDS": "ngplus t", "COMP_CWORD": "1"}
+)
+print(completed.output.split())
+print("torch" in sys.modules)
+"""
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert made.stdout.split("\n")[:2] == ["['train', 'tune']", "False"], made
+
+
+def test_the_list_of_commands_has_the_first_sentence_of_their_help() -> None:
+    for name, (_, summary) in COMMANDS.items():
+        assert load(name).help.split("\n")[0] == summary
+        assert summary[:40] in ngplus("--help").replace("│", "")
+
+
+def test_flags_have_no_value_in_the_help() -> None:
+    for arguments in (["--help"], *([name, "--help"] for name in COMMANDS)):
+        assert "<bool>" not in ngplus(*arguments)
+
+
+def test_an_unknown_command_is_answered_by_the_nearest_one() -> None:
+    assert "Did you mean 'train'?" in ngplus("trian", code=2)
 
 
 def test_the_version_is_told() -> None:

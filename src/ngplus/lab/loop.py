@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from ngplus.lab import optimizers, processes, schedules
-from ngplus.lab.optimizer_wrappers import Trainer
+from ngplus.lab.optimizer_wrappers import Trainer, state_bytes
 from ngplus.lab.runs import (
     FORMAT,
     Config,
@@ -218,14 +218,14 @@ class _Session:
         try:
             step, seconds = int(saved["step"]), float(saved["seconds"])
             loss_sum, loss_count = float(saved["loss_sum"]), int(saved["loss_count"])
-            state_bytes = optimizers.state_bytes(saved["optimizer"])
+            held_bytes = state_bytes(saved["optimizer"])
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
         except (KeyError, ValueError, RuntimeError, TypeError, AttributeError, IndexError) as error:
             self.model.load_state_dict(before[0])
             self.optimizer.load_state_dict(before[1])
             raise RunError(f"{path} does not fit this run: {error}. {_ANEW}") from error
-        self.step, self.seconds, self.state_bytes = step, seconds, state_bytes
+        self.step, self.seconds, self.state_bytes = step, seconds, held_bytes
         self.loss_sum, self.loss_count = loss_sum, loss_count
 
     def close(self) -> None:
@@ -318,7 +318,7 @@ class _Session:
             found = self.task.evaluate(self.model)
             self.model.train()
             self._record({name: float(value) for name, value in found.items()})
-            self.state_bytes = optimizers.state_bytes(self.optimizer.state_dict())
+            self.state_bytes = state_bytes(self.optimizer.state_dict())
 
     def _record(self, found: dict[str, float]) -> None:
         row = {"step": self.step, "seconds": self.seconds}

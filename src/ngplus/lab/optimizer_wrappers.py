@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -118,3 +118,15 @@ class PlainState:
 
     def _tensors(self, thing: object) -> dict[str, Any]:
         return {key: value for key, value in vars(thing).items() if key in self.TENSORS}
+
+
+def state_bytes(state: object) -> int:
+    """The bytes of all tensors in an optimizer's state_dict."""
+    if isinstance(state, Tensor):
+        values = state._values() if state.is_sparse else state
+        return values.numel() * values.element_size()
+    if isinstance(state, Mapping):
+        return sum(state_bytes(value) for value in state.values())
+    if isinstance(state, list | tuple):
+        return sum(state_bytes(value) for value in state)
+    return 0

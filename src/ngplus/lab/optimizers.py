@@ -9,14 +9,14 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    from torch import nn
 
-from ngplus.lab.optimizer_wrappers import AsMatrices, PlainState, Together, Trainer
+    from ngplus.lab.optimizer_wrappers import Trainer
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,17 @@ class Range:
 
 # arguments that no user sets by text: the laboratory gives the first three, torchrun's processes decide the others
 NOT_SET = ("params", "model", "sample_index", "process_group", "distribution")
-Build = Callable[[nn.Module, type[Any], dict[str, Any]], Trainer]
 
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """An optimizer that the commands can train with. ``where`` is its class, ``module:name``."""
+    """An optimizer that the commands can train with. ``where`` is its class, ``module:name``; ``build`` is the function
+    of :mod:`ngplus.lab.optimizer_builders` that makes it for a model."""
 
     name: str
     title: str
     where: str
-    build: Build
+    build: str
     defaults: Mapping[str, Any]
     ranges: Mapping[str, Range] = field(default_factory=dict)
 
@@ -79,7 +79,9 @@ class OptimizerEntry:
         """The optimizer for a model; ValueError for a hyper-parameter that it does not have."""
         for name in hyper:
             check_name(name, self.options(), f"hyper-parameter of {self.name}")
-        return self.build(model, self.load(), {**self.defaults, **hyper})
+        build = getattr(importlib.import_module("ngplus.lab.optimizer_builders"), self.build)
+        made: Trainer = build(model, self.load(), {**self.defaults, **hyper})
+        return made
 
 
 def check_name(name: str, known: Iterable[str], what: str) -> None:
@@ -89,71 +91,6 @@ def check_name(name: str, known: Iterable[str], what: str) -> None:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"There is no {what} {name!r}{hint} (known: {', '.join(known)})")
-
-
-def _sparse(model: nn.Module) -> list[nn.Parameter]:
-    """The tables whose gradients are sparse."""
-    tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse)
-    return [p for m in tables for p in (m.weight,) if isinstance(p, nn.Parameter) and p.requires_grad]
-
-
-def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    sparse = _sparse(model)
-    tables = {id(p) for p in sparse}
-    return [p for p in model.parameters() if p.requires_grad and id(p) not in tables], sparse
-
-
-def _with_tables(dense: Trainer, sparse: list[nn.Parameter], make: Callable[[list[nn.Parameter]], Trainer]) -> Trainer:
-    return Together(dense, make(sparse)) if sparse else dense
-
-
-def _of_model(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
-    trainer: Trainer = cls(model, **hyper)
-    return trainer
-
-
-def _ngplus(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
-    """A model whose rows are not its samples says of which sample each is."""
-    own = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    return _of_model(model, cls, {**hyper, "sample_index": getattr(own, "sample_index", None)})
-
-
-def _of_parameters(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
-    trainer: Trainer = cls([p for p in model.parameters() if p.requires_grad], **hyper)
-    return trainer
-
-
-def _beside_sgd(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
-    """Sparse tables get plain SGD: momentum and decay would touch every row."""
-    dense, sparse = _split(model)
-    return _with_tables(cls(dense, **hyper), sparse, lambda p: torch.optim.SGD(p, lr=hyper["lr"]))
-
-
-def _beside_sparse_adam(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
-    """Sparse tables get torch's SparseAdam with the same learning rate."""
-    dense, sparse = _split(model)
-    return _with_tables(cls(dense, **hyper), sparse, lambda p: torch.optim.SparseAdam(p, lr=hyper["lr"]))
-
-
-def _muon(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
-    """Muon on the hidden matrices; AdamW on vectors, embeddings and the output, as its authors advise. The output is
-    the last matrix, or a table where one is tied to a Linear layer."""
-    dense, sparse = _split(model)
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-    tied = any(isinstance(m, nn.Linear) and id(m.weight) in tables for m in model.modules())
-    matrices = [p for p in dense if p.ndim >= 2 and id(p) not in tables]
-    matrices = matrices if tied else matrices[:-1]
-    hidden = {id(p) for p in matrices}
-    rest = [p for p in dense if id(p) not in hidden]
-    parts: list[Trainer] = [AsMatrices(matrices, lambda p: cls(p, **hyper))] if matrices else []
-    if rest:
-        parts.append(torch.optim.AdamW(rest, lr=hyper["lr"], weight_decay=hyper["weight_decay"]))
-    return _with_tables(Together(*parts), sparse, lambda p: torch.optim.SparseAdam(p, lr=hyper["lr"]))
-
-
-def _shampoo(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
-    dense, sparse = _split(model)
-    return _with_tables(PlainState(cls(dense, **hyper)), sparse, lambda p: torch.optim.SparseAdam(p, lr=hyper["lr"]))
 
 
 # Algorithm 1 as the paper has it; damping is absolute there, and its refreshes are 200 to 1,000 steps apart.
@@ -173,17 +110,17 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     entry.name: entry
     for entry in (
         OptimizerEntry(
-            "sgd", "SGD with momentum", "torch.optim:SGD", _beside_sgd, {"lr": 0.1, "momentum": 0.9}, {"lr": _SGD_LR}
+            "sgd", "SGD with momentum", "torch.optim:SGD", "beside_sgd", {"lr": 0.1, "momentum": 0.9}, {"lr": _SGD_LR}
         ),
         OptimizerEntry(
-            "adagrad", "AdaGrad", "torch.optim:Adagrad", _of_parameters, {"lr": 0.03}, {"lr": Range(1e-3, 0.3)}
+            "adagrad", "AdaGrad", "torch.optim:Adagrad", "of_parameters", {"lr": 0.03}, {"lr": Range(1e-3, 0.3)}
         ),
-        OptimizerEntry("adam", "Adam", "torch.optim:Adam", _beside_sparse_adam, {"lr": 0.003}, {"lr": _ADAM_LR}),
+        OptimizerEntry("adam", "Adam", "torch.optim:Adam", "beside_sparse_adam", {"lr": 0.003}, {"lr": _ADAM_LR}),
         OptimizerEntry(
             "adamw",
             "AdamW",
             "torch.optim:AdamW",
-            _beside_sparse_adam,
+            "beside_sparse_adam",
             {"lr": 0.003, "weight_decay": 0.01},
             {"lr": _ADAM_LR},
         ),
@@ -191,7 +128,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
             "muon",
             "Muon",
             "torch.optim:Muon",
-            _muon,
+            "muon",
             # match_rms_adamw: one learning rate serves Muon and the AdamW beside it
             {"lr": 0.003, "weight_decay": 0.01, "adjust_lr_fn": "match_rms_adamw"},
             {"lr": _ADAM_LR},
@@ -200,7 +137,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
             "lars",
             "LARS",
             "pytorch_optimizer:LARS",
-            _beside_sgd,
+            "beside_sgd",
             {"lr": 1.0, "momentum": 0.9, "trust_coefficient": 0.01},
             {"lr": Range(3e-2, 30.0)},
         ),
@@ -208,7 +145,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
             "shampoo",
             "Shampoo",
             "pytorch_optimizer:ScalableShampoo",
-            _shampoo,
+            "shampoo",
             # RMSProp's step length and momentum as a moving average: learning rates are like Adam's
             {
                 "lr": 0.003,
@@ -226,7 +163,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
             "soap",
             "SOAP",
             "pytorch_optimizer:SOAP",
-            _beside_sparse_adam,
+            "beside_sparse_adam",
             {"lr": 0.003, "weight_decay": 0.01, "precondition_frequency": 10, "max_precondition_dim": _WIDEST},
             {"lr": _ADAM_LR},
         ),
@@ -234,7 +171,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
             "kfac",
             "KFAC",
             "ngplus.baselines:KFAC",
-            _of_model,
+            "of_model",
             {"lr": 0.1, "momentum": 0.9, "damping": 0.1, "update_every": 10},
             _DAMPED,
         ),
@@ -242,7 +179,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
             "seng",
             "SENG",
             "ngplus.baselines:SENG",
-            _of_model,
+            "of_model",
             # columns of U: SchNet has thousands of rows a batch, and U^T U is inverted
             {"lr": 0.1, "momentum": 0.9, "damping": 0.3, "update_every": 10, "samples": 256},
             _DAMPED,
@@ -251,7 +188,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
             "ngplus",
             "NG+",
             "ngplus:NGPlus",
-            _ngplus,
+            "ngplus",
             {"lr": 0.1, "relative_damping": 1.0},
             {"lr": _SGD_LR, "relative_damping": Range(0.03, 10.0)},
         ),
@@ -259,11 +196,11 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
             "ngplus-paper",
             "NG+, the paper's form",
             "ngplus:NGPlus",
-            _ngplus,
+            "ngplus",
             {**PAPER_FORM, "lr": 0.1, "momentum": 0.9, "damping": 0.3, "update_every": 10},
             _DAMPED,
         ),
-        OptimizerEntry("ngadam", "NGAdam", "ngplus:NGAdam", _of_model, {"lr": 0.005}, {"lr": _ADAM_LR}),
+        OptimizerEntry("ngadam", "NGAdam", "ngplus:NGAdam", "of_model", {"lr": 0.005}, {"lr": _ADAM_LR}),
     )
 }
 
@@ -271,7 +208,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
 # Forms of NGAdam before one was chosen, for tools/standard_runs.py. The commands take them, too, and do not list them.
 _ROOTS = "ngplus.lab.candidates:Roots"
 CANDIDATES: dict[str, OptimizerEntry] = {
-    name: OptimizerEntry(name, title, _ROOTS, _of_model, {"lr": 0.005, **hyper}, {"lr": _ADAM_LR})
+    name: OptimizerEntry(name, title, _ROOTS, "of_model", {"lr": 0.005, **hyper}, {"lr": _ADAM_LR})
     for name, title, hyper in (
         ("roots-1", "Roots in every step", {"update_every": 1}),
         ("roots-1-qr", "Roots in every step, by QR", {"update_every": 1, "tracking": "qr", "bound": 0.3}),
@@ -315,15 +252,3 @@ def pick(text: str) -> list[str]:
     for name in wanted:
         get(name).load()
     return wanted
-
-
-def state_bytes(state: object) -> int:
-    """The bytes of all tensors in an optimizer's state_dict."""
-    if isinstance(state, Tensor):
-        values = state._values() if state.is_sparse else state
-        return values.numel() * values.element_size()
-    if isinstance(state, Mapping):
-        return sum(state_bytes(value) for value in state.values())
-    if isinstance(state, list | tuple):
-        return sum(state_bytes(value) for value in state)
-    return 0

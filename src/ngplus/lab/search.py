@@ -23,8 +23,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from ngplus.lab.optimizers import Range
     from ngplus.lab.workloads import Task
@@ -43,6 +41,8 @@ class Scales:
 
 def measure(task: Task, seed: int, device: str = "cpu") -> Scales:
     """The scales of a task at the initial weights of a seed, from its first batch."""
+    import torch
+
     import ngplus
 
     torch.manual_seed(seed)

@@ -58,6 +58,7 @@ def friendly(console: Console) -> Iterator[None]:
         )
         raise typer.Exit(2) from error
     except KeyboardInterrupt:
+        Console(stderr=True).print("Interrupted")
         raise typer.Exit(130) from None
 
 

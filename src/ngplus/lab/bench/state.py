@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ngplus.lab import optimizers
 from ngplus.lab.bench.problems import PROBLEMS
 from ngplus.lab.bench.record import Setting, Taken
 from ngplus.lab.bench.timing import Stopwatch
 from ngplus.lab.bench.training import NGADAM, NGPLUS, Contender
+from ngplus.lab.optimizer_wrappers import state_bytes
 
 # What SGD and Adam keep as well: it is shown, but it is not curvature.
 MOMENTS = ("momentum_buffer", "momentum", "graft", "step")  # and all whose name begins with exp_avg
@@ -44,7 +44,7 @@ def measure(setting: Setting) -> Taken:
         batch = problem if name == "sample" else replace(problem, loss=problem.small_loss)
         contender = Contender(batch, optimizer, hyper)
         contender.train(Stopwatch(), name)
-        gradients = sum(optimizers.state_bytes(p.grad) for p in contender.model.parameters())
+        gradients = sum(state_bytes(p.grad) for p in contender.model.parameters())
         states[name] = bytes_by_name(contender.optimizer.state_dict())
         del contender
     return Taken({}, {"problem": problem.title, "gradients": gradients, "states": states})
@@ -54,7 +54,7 @@ def bytes_by_name(state: Mapping[str, Any]) -> dict[str, int]:
     """The bytes of all tensors under each name, over all parameters."""
     found: dict[str, int] = {}
     for name, tensor in _tensors(state, ""):
-        found[name] = found.get(name, 0) + optimizers.state_bytes(tensor)
+        found[name] = found.get(name, 0) + state_bytes(tensor)
     return found
 
 
