@@ -15,6 +15,7 @@ from helpers import layer_cases as layers
 from helpers import reference as ref
 from helpers.steps import LAMBDA, PAPER, plain, update_of
 from ngplus.baselines import KFAC
+from ngplus.capture.layers import linear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -157,3 +158,39 @@ def test_the_factors_are_averaged_over_refreshes() -> None:
     update_of(model, other, lambda: model(xs[0]).square().mean())
     with pytest.raises(RuntimeError, match="beta"):
         other.factors("weight")
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_samples_with_different_numbers_of_rows(approx: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A and G of layers on the rows of uneven samples, against a loop over the samples."""
+    monkeypatch.setattr(linear, "MIN_UNPADDED_ENTRIES", 10**9 if padded else 0)
+    torch.manual_seed(0)
+    sizes, index = [3, 1, 4], torch.tensor([0, 2, 0, 1, 2, 2, 0, 2])
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    x, target = torch.randn(len(index), 4).double(), torch.randn(len(sizes), 2).double()
+
+    def losses(rows: Tensor, samples: Tensor) -> Tensor:
+        out = torch.zeros(len(sizes), 2).double().index_add(0, samples, model(rows))
+        return (out - target).square().sum(1)
+
+    kappa = sum(sizes) if approx == "expand" else len(sizes)
+    a, g = torch.zeros(5, 5).double(), torch.zeros(5, 5).double()
+    for i in range(len(sizes)):
+        rows = x[index == i]
+        hidden = model[0](rows)
+        loss = (model[2](model[1](hidden)).sum(0) - target[i]).square().sum()
+        (grad,) = torch.autograd.grad(loss, hidden)
+        inputs = torch.cat([rows, torch.ones(len(rows), 1)], 1)
+        if approx == "reduce":
+            inputs, grad = inputs.mean(0, keepdim=True), grad.sum(0, keepdim=True)
+        a, g = a + inputs.T @ inputs / kappa, g + grad.T @ grad / len(sizes)
+    optimizer = plain(KFAC, model, approx=approx, sample_index=lambda rows: index)
+    update_of(model, optimizer, lambda: losses(x, index).mean())
+    if approx == "reduce" and not padded:  # no mean over positions is made: the layer has L of its own
+        with pytest.raises(RuntimeError, match="no Kronecker factors"):
+            optimizer.factors("0.weight")
+        return
+    got = optimizer.factors("0.weight")
+    assert ref.relative_error(got.input, a) < 1e-10
+    assert ref.relative_error(got.output, g) < 1e-10

@@ -154,3 +154,20 @@ def test_sparse_embeddings_go_as_dense_ones(sketch: int | None) -> None:
         return model[0].weight.detach()
 
     assert ref.relative_error(final(True), final(False)) < 1e-12
+
+
+def test_samples_with_different_numbers_of_rows() -> None:
+    torch.manual_seed(0)
+    index = torch.tensor([0, 2, 0, 1, 2, 2, 0, 2])
+    model, x, target = nn.Linear(4, 3).double(), torch.randn(8, 4).double(), torch.randn(3, 3).double()
+
+    def losses() -> Tensor:
+        out = torch.zeros(3, 3).double().index_add(0, index, model(x).tanh())
+        return (out - target).square().sum(1)
+
+    each = [torch.autograd.grad(loss, [model.weight, model.bias], retain_graph=True) for loss in losses()]
+    stack = torch.stack([torch.cat([w, b[:, None]], 1) for w, b in each])
+    optimizer = plain(SENG, model, sample_index=lambda rows: index)
+    update = update_of(model, optimizer, lambda: losses().mean())
+    got = torch.cat([update["weight"], update["bias"][:, None]], 1)
+    assert ref.relative_error(got, ref.woodbury(stack, stack.mean(0), LAMBDA)) < 1e-10

@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.batch import BatchDims
 from ngplus.capture.matrices import ParameterMatrix
+from ngplus.capture.sample_index import SampleIndex
 from ngplus.diagnostics.plan import Plan, PlanRow, seen_by, unless_frozen
 from ngplus.optimizers.base import BaseOptimizer
 from ngplus.optimizers.options import check_momentum
@@ -31,13 +32,18 @@ class BaselineOptimizer(BaseOptimizer):
     """The base of KFAC and SENG, which run in one process."""
 
     def __init__(
-        self, params: nn.Module | ParamsT, model: nn.Module | None, batch_dim: BatchDims, defaults: dict[str, Any]
+        self,
+        params: nn.Module | ParamsT,
+        model: nn.Module | None,
+        batch_dim: BatchDims,
+        sample_index: SampleIndex | None,
+        defaults: dict[str, Any],
     ) -> None:
         if many_ranks():
             raise RuntimeError(
                 f"{type(self).__name__} runs in one process only; NGPlus and NGAdam run on several ranks"
             )
-        super().__init__(params, model, batch_dim, defaults)
+        super().__init__(params, model, batch_dim, defaults, sample_index=sample_index)
 
     def _check(self, group: Mapping[str, Any]) -> None:
         check_momentum(group)

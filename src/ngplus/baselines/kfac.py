@@ -15,9 +15,10 @@ from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.batch import BatchDims
 from ngplus.capture.loss_scale import captured_scale
 from ngplus.capture.matrices import ParameterMatrix
+from ngplus.capture.sample_index import SampleIndex
 from ngplus.diagnostics.plan import state_bytes
 from ngplus.fisher import inverses, products
-from ngplus.fisher.factors import Factors, Joined, Outer
+from ngplus.fisher.factors import Factors, Joined, Outer, Segments
 from ngplus.fisher.factors.base import take
 from ngplus.preconditioners.base import Direction, MatrixPreconditioner, MatrixUpdate
 from ngplus.utils.finite import RefreshStatus, all_finite, read_if_on_host
@@ -50,7 +51,9 @@ class _Sums(BaselineAccumulator):
 
     def add(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int) -> None:
         uses = list(factors.uses) if isinstance(factors, Joined) else [factors]
-        outer = [use for use in uses if isinstance(use, Outer)]
+        expand = group["approx"] == "expand"
+        flat = [in_one_sample(use) if isinstance(use, Segments) and expand else use for use in uses]
+        outer = [use for use in flat if isinstance(use, Outer)]
         if len(outer) < len(uses):
             side = matrix.side("smaller")
             sums = products.gfim_sum(factors, side, matrix.partition(side, None), dtype=matrix.dtype)
@@ -59,12 +62,12 @@ class _Sums(BaselineAccumulator):
             )
             self.used += factors.samples
             return
-        expand = group["approx"] == "expand"
-        a, g, lengths = kronecker_sums(outer, expand, matrix.dtype)
-        self.input = a if self.input is None else self.input + a
-        self.output = g if self.output is None else self.output + g
-        self.places += factors.samples * (factors.positions if expand else 1)
-        self.bound = self.bound + lengths
+        for together in [[use] for use in outer] if expand else [outer]:
+            a, g, lengths = kronecker_sums(together, expand, matrix.dtype)
+            self.input = a if self.input is None else self.input + a
+            self.output = g if self.output is None else self.output + g
+            self.bound = self.bound + lengths
+        self.places += sum(positions(use) for use in outer) if expand else factors.samples
 
     def length(self) -> Tensor:
         """An upper bound on |sum_i G_i|: sqrt(sum |l|^2 sum |r|^2)."""
@@ -79,6 +82,23 @@ class _Sums(BaselineAccumulator):
         return {"input": self.input / self.places, "output": self.output * (scale * scale / self.samples)}
 
 
+def positions(factors: Outer) -> int:
+    """The positions of all samples, without padding."""
+    return factors.samples * factors.positions if factors.sizes is None else sum(factors.sizes)
+
+
+def is_position(factors: Outer, samples: slice) -> Tensor:
+    """[samples, positions]: which positions are not padding."""
+    if factors.sizes is None:
+        return torch.ones(len(range(factors.samples)[samples]), factors.positions, dtype=torch.bool)
+    return torch.arange(factors.positions) < torch.tensor(factors.sizes[samples])[:, None]
+
+
+def in_one_sample(factors: Segments) -> Outer:
+    """The positions of all samples as those of one: A and G of ``approx="expand"`` are sums over all of them."""
+    return Outer(factors.left[None, None], factors.right[None, None])
+
+
 def kronecker_sums(uses: list[Outer], expand: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The sums of a a^T, [groups, n, n], and of g g^T, [groups, m, m], and sqrt(sum |a|^2 sum |g|^2).
 
@@ -86,8 +106,7 @@ def kronecker_sums(uses: list[Outer], expand: bool, dtype: torch.dtype) -> tuple
     patches of a convolution are larger than its input by the size of the kernel.
     """
     first = uses[0]
-    positions = sum(use.positions for use in uses)
-    numbers = first.groups * positions * (first.rows + first.cols)
+    numbers = first.groups * sum(use.positions for use in uses) * (first.rows + first.cols)
     step = max(1, products.CHUNK_BYTES // (numbers * (torch.finfo(dtype).bits // 8)))
     device = first.left.device if isinstance(first.left, Tensor) else None
     sums = [torch.zeros(first.groups, d, d, dtype=dtype, device=device) for d in (first.cols, first.rows)]
@@ -95,16 +114,19 @@ def kronecker_sums(uses: list[Outer], expand: bool, dtype: torch.dtype) -> tuple
     for start in range(0, first.samples, step):
         piece = slice(start, start + step)
         both: tuple[list[Tensor], list[Tensor]] = ([], [])
+        counts = torch.zeros((), device=device)
         for use in uses:
-            both[0].append(use.dense_right(piece).to(dtype))
+            mask = is_position(use, piece).to(device=device)
+            both[0].append(use.dense_right(piece).to(dtype) * mask.unsqueeze(-1))
             both[1].append(take(use.left, piece).to(dtype))
+            counts = counts + mask.sum(1)
         for i, parts in enumerate(both):
             squares[i] += sum(x.square().sum() for x in parts)
             if expand:
                 tall = [x.flatten(1, 2) for x in parts]
             else:
                 reduced = torch.stack([x.sum(2) for x in parts]).sum(0)
-                tall = [reduced / positions if i == 0 else reduced]
+                tall = [reduced / counts.clamp_min(1).unsqueeze(-1).to(dtype) if i == 0 else reduced]
             for x in tall:
                 sums[i].baddbmm_(x.mT, x)
     return sums[0], sums[1], (squares[0] * squares[1]).sqrt()
@@ -200,7 +222,7 @@ class KFAC(BaselineOptimizer):
         beta: of the moving average of the factors, over refreshes, begun with the first; 0 for none.
         approx: for layers with several positions, such as convolutions: see above.
         loss_reduction: ``"mean"``, the loss is an average over the batch or its tokens, or ``"sum"``.
-        batch_dim: the dimension of the samples, as in ``NGPlus``.
+        batch_dim, sample_index: what the samples are, as in ``NGPlus``.
     """
 
     _accumulator_type = _Sums
@@ -220,6 +242,7 @@ class KFAC(BaselineOptimizer):
         approx: str = "expand",
         loss_reduction: str = "mean",
         batch_dim: BatchDims = 0,
+        sample_index: SampleIndex | None = None,
         maximize: bool = False,
     ) -> None:
         defaults = {
@@ -227,7 +250,7 @@ class KFAC(BaselineOptimizer):
             "weight_decay": weight_decay, "beta": beta, "approx": approx, "loss_reduction": loss_reduction,
             "maximize": maximize,
         }  # fmt: skip
-        super().__init__(params, model, batch_dim, defaults)
+        super().__init__(params, model, batch_dim, sample_index, defaults)
 
     def _check(self, group: Mapping[str, Any]) -> None:
         super()._check(group)

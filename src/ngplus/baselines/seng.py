@@ -18,6 +18,7 @@ from ngplus.capture.batch import BatchDims
 from ngplus.capture.collector import seed_of
 from ngplus.capture.loss_scale import captured_scale
 from ngplus.capture.matrices import ParameterMatrix
+from ngplus.capture.sample_index import SampleIndex
 from ngplus.diagnostics.plan import state_bytes
 from ngplus.fisher import inverses
 from ngplus.fisher.factors import Factors, Joined, Lookup, Outer, Rows
@@ -134,7 +135,7 @@ class SENG(BaselineOptimizer):
         samples: how many columns U has: size or fraction of a random sub-sample of the batch; None is the whole batch.
         sketch: q: of the m rows and n columns of each G_i, q at random stand for all in U^T U and U^T g; None is exact.
         loss_reduction: ``"mean"``, the loss is an average over the batch or its tokens, or ``"sum"``.
-        batch_dim: the dimension of the samples, as in ``NGPlus``.
+        batch_dim, sample_index: what the samples are, as in ``NGPlus``.
         seed: of sub-samples and sketches.
     """
 
@@ -155,6 +156,7 @@ class SENG(BaselineOptimizer):
         sketch: int | None = None,
         loss_reduction: str = "mean",
         batch_dim: BatchDims = 0,
+        sample_index: SampleIndex | None = None,
         seed: int = 0,
         maximize: bool = False,
     ) -> None:
@@ -163,7 +165,7 @@ class SENG(BaselineOptimizer):
             "weight_decay": weight_decay, "samples": samples, "sketch": sketch, "loss_reduction": loss_reduction,
             "seed": seed, "maximize": maximize,
         }  # fmt: skip
-        super().__init__(params, model, batch_dim, defaults)
+        super().__init__(params, model, batch_dim, sample_index, defaults)
 
     def _check(self, group: Mapping[str, Any]) -> None:
         super()._check(group)

@@ -172,6 +172,12 @@ class Batch:
             return x.unflatten(0, (self.outer, self.count(len(x)), -1)).movedim(1, 0).flatten(1, 2)
         return x.unflatten(0, (self.count(len(x)), -1))
 
+    def sizes(self, length: int) -> list[int] | None:
+        """The entries of each sample that :meth:`by_sample` does not fill up, in a dimension of this length; None where
+        it fills up none."""
+        ragged = self._ragged_of(length)
+        return ragged.sizes if ragged is not None and ragged.uneven else None
+
     def sums(self, x: Tensor) -> Tensor:
         """Sums dimension 0 of x over the entries of each sample: [samples, ...].
 

@@ -171,7 +171,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
             "kfac",
             "KFAC",
             "ngplus.baselines:KFAC",
-            "of_model",
+            "ngplus",
             {"lr": 0.1, "momentum": 0.9, "damping": 0.1, "update_every": 10},
             _DAMPED,
         ),
@@ -179,7 +179,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
             "seng",
             "SENG",
             "ngplus.baselines:SENG",
-            "of_model",
+            "ngplus",
             # columns of U: SchNet has thousands of rows a batch, and U^T U is inverted
             {"lr": 0.1, "momentum": 0.9, "damping": 0.3, "update_every": 10, "samples": 256},
             _DAMPED,

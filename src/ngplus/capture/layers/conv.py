@@ -182,14 +182,17 @@ class _ConvolutionRule(WeightRule):
     def factors(self, module: Any, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         (x,) = inputs
         dims = len(module.kernel_size) + 2
-        grad = batch.by_sample(grad if grad.dim() == dims else grad[None])  # [samples, images, channels, *out]
+        grad = grad if grad.dim() == dims else grad[None]
+        images = batch.sizes(len(grad))
+        grad = batch.by_sample(grad)  # [samples, images, channels, *out]
         g = grad.unflatten(2, (module.groups, -1)).flatten(4)  # [samples, images, groups, m, positions]
         left = g.permute(2, 0, 1, 4, 3).flatten(2, 3)
+        sizes = [k * g.shape[-1] for k in images] if images else None
         bias = len(active) > 1 and active[1]
         if x is None or not active[0]:
-            return Outer(left, left[..., :0], ones=bias)
+            return Outer(left, left[..., :0], bias, sizes)
         x = batch.by_sample(x if x.dim() == dims else x[None]).flatten(0, 1)
-        return Outer(left, self._patches(module, x, grad.shape[3:], len(grad)), ones=bias)
+        return Outer(left, self._patches(module, x, grad.shape[3:], len(grad)), bias, sizes)
 
 
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)

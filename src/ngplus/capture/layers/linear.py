@@ -29,7 +29,10 @@ def linear_factors(x: Tensor | None, grad: Tensor, active: Active, batch: Batch)
     """
     g = batch.fold(grad)
     a = batch.fold(x) if active[0] and x is not None else g[..., :0]
-    return Outer(g[None], a[None], ones=len(active) > 1 and active[1])
+    entries = batch.first(grad)
+    sizes = batch.sizes(len(entries)) if grad.dim() > 1 else None
+    own = entries[0].numel() // entries.shape[-1] if sizes else 1  # positions of each entry along the batch dimension
+    return Outer(g[None], a[None], len(active) > 1 and active[1], [own * k for k in sizes] if sizes else None)
 
 
 @register_layer(nn.Linear, "torch_geometric.nn.dense.linear.Linear")

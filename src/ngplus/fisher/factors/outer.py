@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,11 +19,13 @@ class Outer(Factors):
     """G_i = sum_p l_ip r_ip^T with l [groups, samples, positions, m] and r [groups, samples, positions, n].
 
     With ``ones`` the right factor has an additional column of ones, for the bias, concatenated only where needed.
+    ``sizes`` has the number of positions of each sample, where those after them are padding, with l = 0.
     """
 
     left: Factor
     right: Factor
     ones: bool = False
+    sizes: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         self.groups, self.samples, self.positions, self.rows = self.left.shape
