@@ -166,7 +166,7 @@ def _against(found: Sequence[Task], kind: str) -> str:
 
 def _ratio(task: Task, kind: str) -> float | None:
     mine, theirs = task.part(task.ours, kind), task.part(task.best_rival(kind), kind)
-    return mine / theirs if math.inf not in (mine, theirs) else None
+    return mine / theirs if math.inf not in (mine, theirs) and theirs > 0 else None
 
 
 def _conditions(rows: Sequence[Row], found: Sequence[Task]) -> str:
