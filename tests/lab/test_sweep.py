@@ -50,7 +50,10 @@ class InThisProcess:
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        future.set_result(function(*arguments))
+        try:
+            future.set_result(function(*arguments))
+        except Exception as error:
+            future.set_exception(error)
         return future
 
 
@@ -147,6 +150,32 @@ def test_runs_of_other_settings_or_by_other_rules_are_refused(in_this_process: N
     row = read(Path("s.jsonl"))[0][0]
     assert (row.kind, row.hyper, row.scores, row.state_bytes) == ("result", {"lr": 0.1}, {"bleu": 3.0}, None)
     assert math.isnan(row.curve[0][1])
+
+
+def test_a_decay_that_is_tuned_is_not_that_of_the_preset() -> None:
+    workload, size = settings.open_preset("shakespeare", "standard", {}, [], None)
+    for point, decay in (({"lr": 0.01}, 1e-2), ({"lr": 0.01, "weight_decay": 0.3}, 0.3)):
+        config = settings.configure(workload, "standard", size, "adamw", seed=0, hyper=point)
+        assert config.hyper["weight_decay"] == pytest.approx(decay)
+
+
+def test_a_run_that_fails_does_not_end_the_others(in_this_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = running.make
+
+    def make(job: plan.Job, *rest: Any) -> Any:
+        if job.config.optimizer == "adamw" and job.hyper["lr"] > 0.02:
+            raise IndexError("no such block")
+        return kept(job, *rest)
+
+    asked = ["sweep", "digits", "--optimizers", "adamw,sgd", "--trials", "2", "--seeds", "1", *SHORT]
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "make", make)
+        said = ngplus(*asked, code=1)
+    assert "Failed: digits, adamw, trial, lr 0.0234, seed 100: IndexError: no such block" in said
+    assert "1 run failed: the same command tries again" in said
+    assert [row.optimizer for row in read(Path("s.jsonl"))[0]] == ["adamw", "sgd", "sgd", "sgd"]
+    assert "All runs are in" in ngplus(*asked)
+    assert "NGPLUS_DATA" in ngplus("sweep", "qm9", "--optimizers", "adamw", "--out", "q.jsonl", code=2)
 
 
 # ------------------------------------------------------------------------------------------------ what is written

@@ -72,6 +72,7 @@ def sweep(
         from ngplus.lab.study import TUNING_SEED
         from ngplus.lab.sweep import plan, running, timing
 
+        settings.use_threads(1, preset)  # for what is measured here; the runs have processes of their own
         entries = [known.get(name) for name in plan.order(known.pick(optimizers))]
         opened = {
             name: settings.open_preset(name, preset, changes, sets or [], None) for name in settings.listed(workload)
@@ -82,9 +83,13 @@ def sweep(
 
         chains = plan.make_chains(opened, preset, entries, trials, seeds, rates, scales)
         out.parent.mkdir(parents=True, exist_ok=True)
-        if not running.run_all(chains, out, workers, data, console):
+        whole, failed = running.run_all(chains, out, workers, data, console)
+        if not whole:
             console.print("Not all runs are there yet: the same command goes on with them")
             raise typer.Exit(130)
+        if failed:
+            console.print(f"{terminal.count(failed, 'run')} failed: the same command tries again")
+            raise typer.Exit(1)
         if timed:
             timing.measure_all(chains, out, data, load, lambda text: console.print(text, highlight=False))
         console.print(f"All runs are in {terminal.shown(str(out))}", highlight=False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ngplus.lab.amounts import amount
+from ngplus.lab.report.results import toggle
 from ngplus.lab.runs import write_atomically
 from ngplus.lab.sweep import pictures
 from ngplus.lab.sweep.numbers import (
@@ -44,9 +45,7 @@ FAVOUR = (
     "NGAdam's update was chosen on shakespeare, multi30k, cifar10, qm9 and materials ([how](decision.md)), which "
     "favours it."
 )
-OTHER_PAGE = (
-    "[Small presets](results-small.md): seconds a run, more optimizers and tasks, and NGPlus beside SGD and KFAC."
-)
+OTHER_PAGE = "[Small presets](results-small.md): runs of seconds, with more optimizers, SGD and KFAC among them."
 PICTURES = "Lines are means over the seeds, bands the range of the seeds, the dotted line is AdamW's final measure."
 
 
@@ -118,7 +117,7 @@ def markdown(rows: Sequence[Row], timings: Sequence[Timing], page: Path, source:
     parts = ["# Results", *made, _answer(found, timed), *_verdicts(found, "steps"), RULE]
     if timed:
         time = _verdicts(timed, "time")
-        parts += ["## Time", *time, _toggle("Time of a training step, AdamW's is 1", _times(timed))]
+        parts += ["## Time", *time, toggle("Time of a training step, AdamW's is 1", _times(timed))]
     else:
         parts.append("Time has not been measured: the runs were made side by side.")
     parts.append(_conditions(rows, found))
@@ -127,7 +126,7 @@ def markdown(rows: Sequence[Row], timings: Sequence[Timing], page: Path, source:
     parts += ["## Learning rates", *_widths(rows, found), "## Tasks", PICTURES]
     for task in found:
         parts += _section(task, rows, page)
-    parts.append(_toggle("All tables", tables(rows)))
+    parts.append(toggle("All tables", tables(rows)))
     parts.append(f"[The runs]({_link(source, page)}): a line of JSON for each. {OTHER_PAGE}")
     return "\n\n".join(parts) + "\n"
 
@@ -271,7 +270,7 @@ def _states(found: Sequence[Task]) -> list[str]:
     def cell(task: Task, one: Standing) -> str:
         return amount(max(row.state_bytes or 0 for row in one.runs), "B")
 
-    return ["## State", _toggle("Bytes of the optimizer's state", _matrix(found, cell, lambda name: ""))]
+    return ["## State", toggle("Bytes of the optimizer's state", _matrix(found, cell, lambda name: ""))]
 
 
 def _widths(rows: Sequence[Row], found: Sequence[Task]) -> list[str]:
@@ -292,7 +291,7 @@ def _widths(rows: Sequence[Row], found: Sequence[Task]) -> list[str]:
     return [
         "The largest learning rate with an error within 2 % of the best one's, by the smallest, geometric mean of the "
         f"tasks: {sentence or 'not known'}.",
-        _toggle(
+        toggle(
             "Learning rates within 2 % of the best error",
             [
                 *lines,
@@ -330,15 +329,11 @@ def _section(task: Task, rows: Sequence[Row], page: Path) -> list[str]:
         f"### {task.name}",
         f"![{title}]({stem}.png#only-light)\n![{title}]({stem}-dark.png#only-dark)",
         f"{steps:,} steps.{more}",
-        _toggle(f"All optimizers on {task.name}", lines),
+        toggle(f"All optimizers on {task.name}", lines),
     ]
 
 
 # ------------------------------------------------------------------------------------------------ Markdown
-
-
-def _toggle(title: str, lines: Iterable[str]) -> str:
-    return "\n".join([f'??? note "{title}"', "", *(f"    {line}".rstrip() for line in lines)])
 
 
 def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ngplus.lab import settings
 from ngplus.lab.optimizers import OptimizerEntry, Range
@@ -49,18 +49,22 @@ class Made:
     def __init__(self, rows: Iterable[Row]) -> None:
         self.rows = list(rows)
         self.held = {row.key: row for row in self.rows}
+        self.checked: set[Key] = set()
         if any(row.config is None for row in self.rows):
             raise RunError("The file of --out has runs of an earlier version, by other rules: --out takes another file")
 
     def get(self, job: Job) -> Row | None:
         """The run of a job. RunError where it was made with other settings."""
         row = self.held.get(job.key)
-        if row is not None and row.config is not None and (difference := job.config.difference(row.config)):
+        if row is None or row.config is None or job.key in self.checked:
+            return row
+        if difference := job.config.difference(row.config):
             name = f"{row.workload} with {row.optimizer}"
             raise RunError(
                 f"The file of --out has runs of {name} with other settings: {difference}. --out takes another file, "
                 "or remove their lines"
             )
+        self.checked.add(job.key)
         return row
 
     def add(self, row: Row) -> None:
@@ -81,8 +85,9 @@ class Chain:
     points: Sequence[Mapping[str, float]]
     seeds: int
     rates: bool
+    known: dict[tuple[Any, ...], Job] = field(default_factory=dict)  # they are asked for again and again
 
-    @functools.cached_property
+    @property
     def trials(self) -> list[Job]:
         return [self._job(TRIAL, point, TUNING_SEED) for point in self.points]
 
@@ -117,8 +122,11 @@ class Chain:
         return self.count(made) - sum(made.get(job) is not None for job in jobs)
 
     def _job(self, kind: str, point: Mapping[str, float], seed: int) -> Job:
-        config = settings.configure(self.workload, self.preset, self.size, self.optimizer, seed=seed, hyper=point)
-        return Job(self.where, self.size, kind, point, config)
+        key = (kind, seed, *point.items())
+        if key not in self.known:
+            config = settings.configure(self.workload, self.preset, self.size, self.optimizer, seed=seed, hyper=point)
+            self.known[key] = Job(self.where, self.size, kind, point, config)
+        return self.known[key]
 
 
 def order(names: Iterable[str]) -> list[str]:
@@ -145,9 +153,12 @@ def points(entry: OptimizerEntry, number: int, scales: Scales) -> list[dict[str,
     return found
 
 
-def following(chains: Sequence[Chain], made: Made, under_way: Sequence[Job]) -> Job | None:
-    """The next run: of the first chain that has one; rates come after all else. None where none can begin yet."""
-    running = {job.key for job in under_way}
+def following(chains: Sequence[Chain], made: Made, left_out: Iterable[Job]) -> Job | None:
+    """The next run: of the first chain that has one; rates come after all else. None where none can begin yet.
+
+    ``left_out``: the runs under way, and those that have failed.
+    """
+    others = {job.key for job in left_out}
     parts: list[Callable[[Chain], list[Job]]] = [
         lambda chain: [*chain.trials, *chain.results(made)],
         lambda chain: chain.other_rates(made),
@@ -155,7 +166,7 @@ def following(chains: Sequence[Chain], made: Made, under_way: Sequence[Job]) -> 
     for part in parts:
         for chain in chains:
             for job in part(chain):
-                if job.key not in running and made.get(job) is None:
+                if job.key not in others and made.get(job) is None:
                     return job
     return None
 

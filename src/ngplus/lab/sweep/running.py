@@ -25,10 +25,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from ngplus.lab import loop, settings, terminal, workloads
 from ngplus.lab.report.summary import duration
-from ngplus.lab.runs import RunError, code_digest, load, locked, read_json, read_metrics
+from ngplus.lab.runs import RunError, begun, code_digest, load, locked, read_metrics
 from ngplus.lab.sweep.plan import Chain, Job, Made, following
 from ngplus.lab.sweep.rows import RESULT, append, line, parse, read
-from ngplus.lab.workloads import Task
+from ngplus.lab.workloads import DataError, Task
 
 if TYPE_CHECKING:
     from multiprocessing.synchronize import Event
@@ -67,8 +67,10 @@ class Clocked:
 def make(job: Job, root: Path, data: Path | None) -> dict[str, Any] | None:
     """A run from its beginning or its checkpoint, as its line; None where it was asked to end before."""
     folder = job.folder(root)
-    if (place := folder / "environment.json").exists() and read_json(place).get("code") != code_digest():
-        shutil.rmtree(folder)  # half of a run by one version of the code and half by another is neither
+    if begun(folder):
+        left = load(folder)
+        if left.environment.get("code") != code_digest() or job.config.difference(left.config):
+            shutil.rmtree(folder)  # half of a run by one version of the code and half by another is neither
     task, start = Clocked(_opened(job, data)), time.perf_counter()
     going_on = (folder / "checkpoint.pt").exists()
     asked = cast(Task, task)
@@ -105,18 +107,18 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def run_all(chains: Sequence[Chain], out: Path, workers: int, data: Path | None, console: Console) -> bool:
-    """Makes the runs that are missing. False where Ctrl-C has ended it before the last one."""
+def run_all(chains: Sequence[Chain], out: Path, workers: int, data: Path | None, console: Console) -> tuple[bool, int]:
+    """Makes the runs that are missing. False where Ctrl-C has ended it before the last one; and how many failed."""
     root = out.with_name(f"{out.stem}.runs")
     root.mkdir(parents=True, exist_ok=True)
     with locked(root):
         made = Made(read(out)[0])
         for chain in chains:  # what is not this sweep's is refused before anything is run
             chain.left(made)
-        going_on = _Work(chains, made, out, root, data, console).run(workers)
-        if going_on:
+        whole, failed = _Work(chains, made, out, root, data, console).run(workers)
+        if whole and not failed:
             shutil.rmtree(root)
-    return going_on
+    return whole, failed
 
 
 class _Work:
@@ -128,9 +130,10 @@ class _Work:
         self.chains, self.made, self.out, self.root, self.data = chains, made, out, root, data
         self.console, self.workers = console, 1
         self.pending: dict[Future[dict[str, Any] | None], Job] = {}
+        self.failed: list[Job] = []
 
-    def run(self, workers: int) -> bool:
-        """False where it was asked to end."""
+    def run(self, workers: int) -> tuple[bool, int]:
+        """False where it was asked to end; and how many runs failed."""
         self.workers = workers
         methods = multiprocessing.get_all_start_methods()
         context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
@@ -151,7 +154,7 @@ class _Work:
                     try:
                         self._fill(pool, 0 if stop.is_set() else workers)
                         if not self.pending:
-                            return not stop.is_set()
+                            return not stop.is_set(), len(self.failed)
                         ended, _ = wait(self.pending, timeout=1.0, return_when=FIRST_COMPLETED)
                         for future in ended:
                             self._end(self.pending.pop(future), future)
@@ -166,7 +169,7 @@ class _Work:
 
     def _fill(self, pool: ProcessPoolExecutor, workers: int) -> None:
         while len(self.pending) < workers:
-            job = following(self.chains, self.made, list(self.pending.values()))
+            job = following(self.chains, self.made, [*self.pending.values(), *self.failed])
             if job is None:
                 return
             self.pending[pool.submit(make, job, self.root, self.data)] = job
@@ -178,6 +181,13 @@ class _Work:
             raise RunError(
                 "A process of the sweep was ended from outside, as where memory is short: the same command goes on"
             ) from error
+        except (DataError, ModuleNotFoundError):  # the others of the workload would fail as well
+            raise
+        except Exception as error:  # each library has errors of its own; other runs go on
+            self.failed.append(job)
+            text = terminal.shown(f"{_name(job)}: {type(error).__name__}: {error}")
+            self.console.print(f"[bold red]Failed:[/bold red] {text}", highlight=False, soft_wrap=True)
+            return
         if content is None:
             return
         row = parse(json.loads(append(self.out, content)), self.out)
