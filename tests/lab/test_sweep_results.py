@@ -134,6 +134,8 @@ def test_the_answer_has_the_geometric_means(tmp_path: Path) -> None:
     assert "it takes 0.47 in the geometric mean and 0.67 at worst (a)." in text  # sqrt(2/3 * 1/3)
     assert "    | NGAdam | 500 B | 500 B |  |" in text
     assert "On 2 of 2 it ends first" in text
+    others = [{**one, "hyper": {"lr": 0.5}} if "timed" in one else one for one in made]
+    assert "Time has not been measured" in page_of(tmp_path, others)  # of settings that are no longer the best
 
 
 def test_a_second_picture_has_time(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from ngplus.lab.sweep.tables import final_cell, measure_cell, shown, tables, tas
 from ngplus.lab.terminal import count
 
 NONE = "–"
+QUIET = 0.2  # cores that other programs may use without being mentioned
 RULE = (
     "A difference of at most 5 %, or of the larger standard deviation over the seeds, is a **tie**. A run that "
     "diverges, or loses what it had, does not get there."
@@ -101,7 +102,9 @@ def tasks(rows: Sequence[Row], timings: Sequence[Timing]) -> list[Task]:
     for name in tasks_of(rows):
         held = standings(rows, name)
         if held[0].name == OURS and len(held) > 1:
-            ratios = {one.name: time_ratio(timings, name, one.name) for one in held}
+            chosen = {one.name: one.runs[0].hyper for one in held}
+            clocked = [timing for timing in timings if timing.hyper == chosen.get(timing.optimizer)]
+            ratios = {one.name: time_ratio(clocked, name, one.name) for one in held}
             found.append(Task(name, tuple(held), {k: ratio for k, ratio in ratios.items() if ratio is not None}))
     return found
 
@@ -117,7 +120,9 @@ def markdown(rows: Sequence[Row], timings: Sequence[Timing], page: Path, source:
     parts = ["# Results", *made, _answer(found, timed), *_verdicts(found, "steps"), RULE]
     if timed:
         time = _verdicts(timed, "time")
-        parts += ["## Time", *time, toggle("Time of a training step, AdamW's is 1", _times(timed))]
+        load = max(timing.load for timing in timings)
+        busy = f" Other programs used up to {load:.1f} cores." if load > QUIET else ""
+        parts += ["## Time", *time, toggle("Time of a training step, AdamW's is 1", _times(timed, busy))]
     else:
         parts.append("Time has not been measured: the runs were made side by side.")
     parts.append(_conditions(rows, found))
@@ -227,7 +232,7 @@ def _matrix(found: Sequence[Task], cell: Callable[[Task, Standing], str], last: 
     return lines
 
 
-def _times(found: Sequence[Task]) -> list[str]:
+def _times(found: Sequence[Task], busy: str) -> list[str]:
     def cell(task: Task, one: Standing) -> str:
         ratio = task.times.get(one.name)
         return NONE if ratio is None else f"{ratio[0]:.2f} ({ratio[1]:.2f} to {ratio[2]:.2f})"
@@ -236,7 +241,7 @@ def _times(found: Sequence[Task]) -> list[str]:
         held = [task.times[name][0] for task in found if name in task.times]
         return f"{geometric_mean(held):.2f}" if len(held) == len(found) else ""
 
-    return [*_matrix(found, cell, last), "", "Median and quartiles over rounds of blocks of steps, in turns."]
+    return [*_matrix(found, cell, last), "", f"Median and quartiles over rounds of blocks of steps, in turns.{busy}"]
 
 
 def _finals(found: Sequence[Task]) -> list[str]:

@@ -113,7 +113,7 @@ def _draw(axes: Any, panel: Panel, lines: dict[str, Any], ground: Ground) -> Non
     bottom, top = (early, high) if rising else (low, early)
     if not rising and low > 0 and early > 3 * low:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.set_ylim(0.95 * bottom, top)

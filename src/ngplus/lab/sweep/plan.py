@@ -89,18 +89,18 @@ class Chain:
 
     @property
     def trials(self) -> list[Job]:
-        return [self._job(TRIAL, point, TUNING_SEED) for point in self.points]
+        return [self.job(TRIAL, point, TUNING_SEED) for point in self.points]
 
     def results(self, made: Made) -> list[Job]:
         """Nothing before all trials are there."""
         best = self.best(made)
-        return [] if best is None else [self._job(RESULT, best, seed) for seed in range(self.seeds)]
+        return [] if best is None else [self.job(RESULT, best, seed) for seed in range(self.seeds)]
 
     def other_rates(self, made: Made) -> list[Job]:
         best = self.best(made) if self.rates else None
         if best is None:
             return []
-        return [self._job(RATE, {**best, "lr": rounded(best["lr"] * factor)}, TUNING_SEED) for factor in FACTORS]
+        return [self.job(RATE, {**best, "lr": rounded(best["lr"] * factor)}, TUNING_SEED) for factor in FACTORS]
 
     def best(self, made: Made) -> dict[str, float] | None:
         """The hyper-parameters of the best trial; None before all trials are there, or where all of them diverged."""
@@ -121,7 +121,7 @@ class Chain:
         jobs = [*self.trials, *self.results(made), *self.other_rates(made)]
         return self.count(made) - sum(made.get(job) is not None for job in jobs)
 
-    def _job(self, kind: str, point: Mapping[str, float], seed: int) -> Job:
+    def job(self, kind: str, point: Mapping[str, float], seed: int) -> Job:
         key = (kind, seed, *point.items())
         if key not in self.known:
             config = settings.configure(self.workload, self.preset, self.size, self.optimizer, seed=seed, hyper=point)

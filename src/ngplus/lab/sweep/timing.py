@@ -14,8 +14,9 @@ import torch
 from ngplus.lab import loop, optimizers, schedules, settings, workloads
 from ngplus.lab.bench.timing import Stopwatch, Turn, take_turns
 from ngplus.lab.runs import Config, RunError, code_digest, environment
+from ngplus.lab.study import TUNING_SEED
 from ngplus.lab.sweep.plan import Chain, Made
-from ngplus.lab.sweep.rows import append, read
+from ngplus.lab.sweep.rows import TRIAL, append, read
 from ngplus.lab.workloads import Task
 
 STEPS = 20  # of a block: a multiple of the steps between two refreshes of NGAdam and SOAP
@@ -51,7 +52,7 @@ def measure_all(
         chain = next(iter(chosen.values()))[0]
         task = settings.open_task(workloads.get(where), chain.size, data)
         began = int(time.time())
-        turns = {name: _block(task, c.results(made)[0].config) for name, (c, _) in chosen.items()}
+        turns = {name: _block(task, c.job(TRIAL, best, TUNING_SEED).config) for name, (c, best) in chosen.items()}
         times = take_turns(turns, ROUNDS, say=partial(_told, say, chain.workload.name))
         load = max(load, busy_cores())
         about = {key: value for key, value in environment().items() if key != "command"}
