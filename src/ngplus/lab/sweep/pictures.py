@@ -47,7 +47,7 @@ def _clock(shown: Sequence[Standing], timings: Sequence[Timing]) -> tuple[dict[s
     clocks: dict[str, dict[str, float | None]] = {
         "seconds": timed,
         "CPU seconds": cpu,
-        "seconds, two runs at a time": wall,
+        "seconds, beside other runs": wall,
     }
     for words, held in clocks.items():
         if all(held.get(one.name) is not None for one in shown):
