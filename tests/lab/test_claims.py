@@ -82,7 +82,7 @@ def test_the_page_in_the_documentation_is_that_of_the_committed_runs(tmp_path: P
     from helpers.project import ROOT
     from ngplus.lab import collection
 
-    places = [ROOT / "docs/results/sgd_rate/runs.json", *sorted((ROOT / "docs/results/steps").glob("*.json"))]
+    places = [ROOT / "docs/results/sgd_rate/runs.json", *sorted((ROOT / "docs/results-small/steps").glob("*.json"))]
     runs = collection.first(collection.find(places))
     costs = claims.bench_rows(json.loads((ROOT / "docs/performance/bench.json").read_text()))
     lines = [claims.line(claim, [r for r in runs if r.config.preset == "small"], costs) for claim in claims.CLAIMS]

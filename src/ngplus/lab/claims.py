@@ -160,7 +160,7 @@ def claims(
     NG+ stands for two optimizers: ngplus, the defaults of NGPlus, and ngplus-paper, the paper's form. Each has its own
     column, and the verdict is that of the better one.
 
-    ngplus claims docs/results/steps/*.json --costs docs/performance/bench.json --summary docs/claims.md
+    ngplus claims docs/results-small/steps/*.json --costs docs/performance/bench.json --summary docs/claims.md
     """
     console = terminal.make_console()
     with terminal.friendly(console):
@@ -299,7 +299,7 @@ def page(lines: Sequence[Sequence[str]], command: str) -> str:
         "(`ngplus-paper`). How far it is ahead is for the reader to compare. Numbers are NG+ / the other method, with "
         "the standard deviation over the seeds that both have; a metric without it is of one seed. Steps are those to "
         "the target of the preset `small`, with the number of seeds that get there where not all do. How each "
-        "method was tuned is in the [results](results.md), the rules are in the "
+        "method was tuned is in the [results](results-small.md), the rules are in the "
         "[laboratory](laboratory.md#what-makes-a-comparison-fair).",
         table,
         "## What was run in place of the paper's experiments",

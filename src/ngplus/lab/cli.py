@@ -1,4 +1,4 @@
-"""The command line: ``ngplus train | compare | tune | report | plan | bench | figure | claims``.
+"""The command line: ``ngplus train | compare | tune | sweep | report | plan | bench | figure | claims``.
 
 Each command is in a module of its own with a ``register(app)`` that adds it. The module is imported when its command
 is called, so that ``ngplus --help`` and the completion of names do not wait for torch.
@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Tune an optimizer on a workload: the first trials have the start of its ranges, a third and three times its "
         "rate.",
     ),
+    "sweep": ("sweep", "Tune and run optimizers on several workloads by one rule, the same for each of them."),
     "report": (
         "report",
         "Make one HTML page of any set of runs: curves over steps and over time, tables, settings and how they were "

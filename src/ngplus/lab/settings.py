@@ -139,7 +139,7 @@ def configure(
     size = replace(size, **{key: value for key, value in run.items() if key != "damping_decay"})
     schedules.parse(size.schedule)
     settings = {**entry.defaults, **(tuned.hyper if hyper is None else hyper), **own}
-    if size.decay is not None and "weight_decay" in entry.options() and "weight_decay" not in own:
+    if size.decay is not None and "weight_decay" in entry.options() and "weight_decay" not in {**(hyper or {}), **own}:
         settings["weight_decay"] = size.decay / settings["lr"]
     return Config(
         workload=workload.name,

@@ -46,7 +46,7 @@ def report(
 
     ngplus report runs/digits-small --out report.html
 
-    ngplus report runs docs/results/steps/*.json --timed docs/results/timed.json --summary docs/results.md
+    ngplus report runs docs/results-small/steps/*.json --timed runs/timed --summary docs/results-small.md
     """
     console = terminal.make_console()
     with terminal.friendly(console):

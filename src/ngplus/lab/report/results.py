@@ -1,4 +1,7 @@
-"""The results as a page of Markdown: where NGAdam wins, ties and loses, worked out from the runs and never by hand."""
+"""A comparison as a page of Markdown: where NGAdam wins, ties and loses, worked out from the runs and never by hand.
+
+The page of the presets ``standard`` is made by :mod:`ngplus.lab.sweep`.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,8 @@ PAPER_RIVALS = {"sgd": "SGD", "kfac": "KFAC"}
 TIE = 0.05  # the part by which two means may differ and still be called a tie
 
 RULE = f"""\
-NGAdam is `{OURS}`, with its defaults and a tuned learning rate. It is compared with the best rival of each workload:
-the one that gets to the target with most of its seeds, and among those in the fewest steps (or in the least time, where
-that is the question). NGAdam **wins** or **loses** where it gets there with more or fewer of its seeds, or, with as
-many, by the mean. A difference of at most {100 * TIE:.0f} %, or in steps of one look at the validation set, is a
-**tie**."""
+The best rival gets to the target with most of its seeds, and among those in the fewest steps (or the least time). More
+seeds win, then the mean. A difference of at most {100 * TIE:.0f} %, or in steps of one evaluation, is a **tie**."""
 
 
 def markdown(
@@ -27,34 +27,32 @@ def markdown(
 ) -> str:
     """The whole page. ``timed`` are runs made with nothing else running: only their times are shown."""
     parts = [
-        "# Results",
+        "# Results on small presets",
         f"<!-- made by: {command} -->",
-        f"This page is made from runs, by `{command}`.",
-        _conditions(sections),
-        "## Where NGAdam wins, ties and loses",
-        RULE,
-        "### Steps to the target",
+        "Runs of seconds, to a target that was set before them. [Results](results.md) has those of minutes.",
+        "## NGAdam: steps to the target",
         *_verdicts(sections, "steps"),
+        RULE,
     ]
-    parts.append("### Time to the target")
+    parts.append("## NGAdam: time to the target")
     if timed:
         parts.append(f"From runs of their own on {_machines(timed)}, interleaved, one at a time.")
         parts += _verdicts(timed, "time")
     else:
         parts.append("Not measured yet: the runs of this page were made side by side, and their times mean nothing.")
     parts += _against_sgd_and_kfac(sections)
-    parts += ["## Steps to the target, all optimizers", _matrix(sections)]
+    parts += ["## Steps to the target, all optimizers", _matrix(sections), _conditions(sections)]
     for section in sections:
         title = _name(section)
-        parts += [f"## {title}", _plain(caption(section.runs, times=False))]
-        parts.append(_table(*table(section.runs, times=False)))
+        inside = [_plain(caption(section.runs, times=False)), _table(*table(section.runs, times=False))]
         if picture := pictures.get((section.workload, section.preset)):
-            parts.append(f"![{title}: curves over steps]({picture})")
-        parts += [
+            inside.append(f"![{title}: curves over steps]({picture})")
+        inside += [
             f"Timed runs: {_plain(caption(other.runs))}\n\n" + _table(*table(other.runs))
             for other in timed
             if _name(other) == title
         ]
+        parts.append(toggle(title, "\n\n".join(inside).split("\n")))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -89,8 +87,8 @@ def _conditions(sections: Sequence[Section]) -> str:
     rest += f"; not tuned, but with their defaults: {_listed(untuned)}" if trials and untuned else ""
     return (
         f"{count(len(runs), 'run')} on {_machines(sections)}, {each}, {_listed(versions)}. {told}{rest}. What makes "
-        "the comparison fair, and what it is worth, is in [laboratory.md](laboratory.md); how the targets were set is "
-        "in [workloads.md](workloads.md)."
+        "the comparison fair, and what it is worth, is in [the laboratory](laboratory.md); how the targets were set is "
+        "in [workloads](workloads.md)."
     )
 
 
@@ -164,7 +162,7 @@ def _against_sgd_and_kfac(sections: Sequence[Section]) -> list[str]:
     titles = [PAPER_RIVALS[name] for name in PAPER_RIVALS]
     return [
         "## NGPlus, SGD and KFAC",
-        f"`ngplus` is NGPlus with its defaults, tuned in the learning rate and `relative_damping`. On {len(ahead)} of "
+        f"NGPlus has its defaults, tuned in the learning rate and `relative_damping`. On {len(ahead)} of "
         f"{count(len(lines), 'workload')} it gets to the target with at least as many seeds as SGD and KFAC, and in no "
         f"more steps: {_listed(ahead, 'none')}. A run that loses the target again counts as one that missed it; of "
         f"NGPlus, {count(len(lost), 'run')} did{f' ({_listed(set(lost))})' if lost else ''}.",
@@ -235,6 +233,11 @@ def _name(section: Section) -> str:
 
 def _listed(names: Iterable[str], nothing: str = "") -> str:
     return ", ".join(sorted(names)) or nothing
+
+
+def toggle(title: str, lines: Iterable[str]) -> str:
+    """What is folded away until a reader asks for it."""
+    return "\n".join([f'??? note "{title}"', "", *(f"    {line}".rstrip() for line in lines)])
 
 
 def _table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
