@@ -44,8 +44,8 @@ class NGAdam(BaseOptimizer):
             - **if** $(t - 1) \bmod T = 0$ **or** $t \in \{2, 3, 4, 6\}$ **then**
                 - $\hat L \leftarrow L / (1 - \beta_2^t)$, $\hat R \leftarrow R / (1 - \beta_2^t)$
                 - $\epsilon \leftarrow \max(10^{-5}, t^{-2})$
-                - $\lambda_L \leftarrow \epsilon \operatorname{tr}(\hat L) / m$,
-                  $\lambda_R \leftarrow \epsilon \operatorname{tr}(\hat R) / n$
+                - $\lambda_L \leftarrow \epsilon \, \operatorname{tr}(\hat L) / m$,
+                  $\lambda_R \leftarrow \epsilon \, \operatorname{tr}(\hat R) / n$
                 - $P \leftarrow \sqrt{\operatorname{tr} \hat L} \, (\hat L + \lambda_L I)^{-1/2}$
                 - $Q \leftarrow (\hat R + \lambda_R I)^{-1/2}$
             - $D \leftarrow P N Q$

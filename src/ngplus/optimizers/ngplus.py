@@ -45,7 +45,7 @@ class NGPlus(BaseOptimizer):
                 - $P \leftarrow (\lambda I + \bar R)^{-1}$
             - $D \leftarrow G P$
             - **if** graft = "sgd" **then**
-                - $D \leftarrow D \min(\lVert G \rVert, \sqrt{\operatorname{tr} R}) / \lVert D \rVert$
+                - $D \leftarrow D \min(\lVert G \rVert, \sqrt{\operatorname{tr} \bar R}) / \lVert D \rVert$
             - $D \leftarrow D + w W$
             - $V \leftarrow \mu V + D$, with $V = D$ in the first step
             - **if** nesterov **then** $D \leftarrow D + \mu V$ **else** $D \leftarrow V$
