@@ -46,7 +46,7 @@ of {exact:.0e}, or {exact_in_float32:.0e} with float32.
 | reason | meaning |
 | --- | --- |
 {legend}
-"""
+"""  # noqa: E501
 
 
 def main(names: list[str]) -> int:

@@ -1,6 +1,6 @@
 """Prints the tables behind docs/decision.md, from the runs in docs/results/*.jsonl.
 
-    python tools/decision_tables.py    # all of them: the comparison, the screening, the defaults of NGPlus
+python tools/decision_tables.py    # all of them: the comparison, the screening, the defaults of NGPlus
 """
 
 from __future__ import annotations

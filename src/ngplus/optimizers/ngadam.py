@@ -29,7 +29,7 @@ from ngplus.utils.validation import number
 class NGAdam(BaseOptimizer):
     r"""NGAdam, natural gradient in matrix form with Adam's scale, for any PyTorch model.
 
-    $W$ is a parameter as a matrix ($m \times n$), $G$ the gradient of the mini-batch. A bias is not joined to its
+    $W$ is a parameter as a matrix $(m \times n)$, $G$ the gradient of the mini-batch. A bias is not joined to its
     weight.
 
     Algorithm:

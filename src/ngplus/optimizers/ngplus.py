@@ -31,7 +31,7 @@ from ngplus.utils.warnings import warn
 class NGPlus(BaseOptimizer):
     r"""NG+, natural gradient in matrix form, for any PyTorch model.
 
-    The learning rate, momentum and schedule of SGD can be taken over. $W$ is a parameter as a matrix ($m \times n$),
+    The learning rate, momentum and schedule of SGD can be taken over. $W$ is a parameter as a matrix $(m \times n)$,
     with its bias as the last column; $G$ is the gradient of the mini-batch, $G_i$ that of sample $i$ of $S$.
 
     Algorithm:
@@ -41,11 +41,11 @@ class NGPlus(BaseOptimizer):
             - **if** $k \bmod T = 0$ **then**
                 - $R \leftarrow \frac{1}{S} \sum_i G_i^\top G_i$
                 - $\bar R \leftarrow \beta \bar R + (1 - \beta) R$, with $\bar R = R$ at the first refresh
-                - $\lambda \leftarrow$ damping + relative_damping $\operatorname{tr}(\bar R) / n$
+                - $\lambda \leftarrow$ damping + relative_damping $\cdot \operatorname{tr}(\bar R) / n$
                 - $P \leftarrow (\lambda I + \bar R)^{-1}$
             - $D \leftarrow G P$
             - **if** graft = "sgd" **then**
-                - $D \leftarrow D \min(\lVert G \rVert, \sqrt{\operatorname{tr} \bar R}) / \lVert D \rVert$
+                - $D \leftarrow D \cdot \min(\lVert G \rVert, \sqrt{\operatorname{tr} \bar R}) / \lVert D \rVert$
             - $D \leftarrow D + w W$
             - $V \leftarrow \mu V + D$, with $V = D$ in the first step
             - **if** nesterov **then** $D \leftarrow D + \mu V$ **else** $D \leftarrow V$

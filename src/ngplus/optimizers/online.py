@@ -51,7 +51,7 @@ class Projection(NamedTuple):
 class OnlineNGPlus(Optimizer):
     r"""The online form of NG+, with logarithmic regret on exp-concave losses.
 
-    For the gradient $G_t$ of the loss of round $t$ in the parameter matrix $W_t$ ($m \times n$), and
+    For the gradient $G_t$ of the loss of round $t$ in the parameter matrix $W_t$ $(m \times n)$, and
     $L_0 = \epsilon I$,
 
     $$L_t = L_{t-1} + G_t G_t^\top$$
