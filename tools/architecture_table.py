@@ -90,6 +90,7 @@ def row(architecture: Architecture, found: Found) -> str:
     if architecture.mixes:
         error = f"not compared: {architecture.mixes}"
     why = "; ".join(f"{short(reason)} ({count})" for reason, count in found.reasons.most_common())
+    why = why.replace("__", r"\_\_")  # no bold text
     return "| " + " | ".join([architecture.name, *counts, error, why]) + " |"
 
 

@@ -52,14 +52,20 @@ def on_page_content(html: str, page: Page, **_: Any) -> str:
 
 def names(html: str) -> str:
     """A short name in the text stays in one piece, also where it has hyphens. In the cells of tables a long one may go
-    on in the next line, but only behind a _ / = or opening bracket."""
+    on in the next line, but only behind a _ / = or opening bracket. Cells with more than a few words are marked."""
 
     def breakable(code: re.Match[str]) -> str:
+        if len(code[1]) <= 16:
+            return f'<code class="whole">{code[1]}</code>'
         return "<code>" + re.sub(r"([_/=(])(?=.{4})", r"\1<wbr>", code[1]) + "</code>"
 
     def fitted(found: re.Match[str]) -> str:
         cell, short = found[1], found[2]
-        return re.sub(r"<code>([^<]*)</code>", breakable, cell) if cell else f'<code class="whole">{short}</code>'
+        if not cell:
+            return f'<code class="whole">{short}</code>'
+        if len(re.sub(r"<[^>]+>", "", cell)) > 40:
+            cell = cell.replace("<td", '<td class="long"', 1)
+        return re.sub(r"<code>([^<]*)</code>", breakable, cell)
 
     inline = r"(?<!<pre>)(?<!</span>)<code>([^<]{1,28})</code>"  # not a block
     return re.sub(rf"(<td.*?</td>)|{inline}", fitted, html, flags=re.S)

@@ -77,17 +77,22 @@ def conditions(narrow: bool = False) -> Iterator[None]:
 
 
 def canvas(panels: int, title: str) -> tuple[Figure, list[Axes]]:
-    """An empty figure with its axes row by row; no window system is needed."""
+    """An empty figure for so many panels, two in a row; in a narrow figure, one."""
     columns = 1 if _NARROW.get() else 2
     rows = math.ceil(panels / columns)
-    figure = Figure(figsize=(4.4 * columns, 3.5 * rows + 0.4))
-    FigureCanvasAgg(figure)
-    axes = [ax for row in figure.subplots(rows, columns, squeeze=False) for ax in row]
+    figure, axes = grid(rows, columns, (4.4 * columns, 3.5 * rows + 0.4), textwrap.fill(title, 42 * columns))
     for ax in axes[panels:]:
         ax.remove()
-    wrapped = textwrap.fill(title, 42 * columns)
-    figure.suptitle(wrapped, fontsize=12.5, fontweight="bold", x=0.01, ha="left")
     return figure, axes[:panels]
+
+
+def grid(rows: int, columns: int, size: tuple[float, float], title: str) -> tuple[Figure, list[Axes]]:
+    """An empty figure with its axes row by row; no window system is needed."""
+    figure = Figure(figsize=size)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    figure.suptitle(title, fontsize=12.5, fontweight="bold", x=0.01, ha="left")
+    return figure, [ax for row in axes for ax in row]
 
 
 def dark(svg: str) -> str:
