@@ -79,6 +79,7 @@ def test_formulas_are_typeset(site: Path) -> None:
         assert article is not None
         formulas += article[0].count("<math ")
         text = re.sub(r"<(pre|code|math|style|script)\b.*?</\1>", " ", article[0], flags=re.S)
+        assert not re.search(r":(class|func|meth|mod):<|::</p>", article[0]), f"{page.name} has reStructuredText"
         text = unescape(re.sub(r"<[^>]+>", "", text))
         assert not (left := re.findall(r".*(?:\\[a-z]+|\$[^$ ]+\$).*", text)), f"{page.name} has LaTeX: {left}"
         if page.name not in NOT_YET_TYPESET:

@@ -47,7 +47,13 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:
-    return pictures(formulas(names(html)), Path(page.file.src_uri).parent)
+    return pictures(formulas(names(plain_roles(html))), Path(page.file.src_uri).parent)
+
+
+def plain_roles(html: str) -> str:
+    """What docstrings have of reStructuredText: :class:`Name` is the name, and a text that ends with :: goes on."""
+    html = re.sub(r":(?:class|func|meth|mod):(?=<code>)", "", html)
+    return html.replace("::</p>", ":</p>")
 
 
 def names(html: str) -> str:
@@ -84,9 +90,13 @@ def formulas(html: str) -> str:
 
 def mathml(latex: str, display: str) -> str:
     out = convert(unescape(latex).strip(), display=display)
-    # the name of a function: an identifier, with a thin space before an argument that has no brackets
-    out = re.sub(r"<mo>((?!mod)[a-z]{2,})</mo>(?!<mo stretchy)", r'<mi>\1</mi><mspace width="0.167em" />', out)
-    out = re.sub(r"<mo>((?!mod)[a-z]{2,})</mo>", r"<mi>\1</mi>", out)
+    # the name of a function: an identifier, with thin spaces behind a factor and before an argument without brackets
+    thin = '<mspace width="0.167em" />'
+    out = re.sub(
+        r"(</mi>)?<mo>((?!mod)[a-z]{2,})</mo>(<mo stretchy)?",
+        lambda found: (f"</mi>{thin}" if found[1] else "") + f"<mi>{found[2]}</mi>" + (found[3] or thin),
+        out,
+    )
     if unknown := re.search(r">\\\w*<", out):
         raise ValueError(f"latex2mathml does not know {unknown[0][1:-1]} in ${latex}$")
     return out

@@ -146,7 +146,7 @@ def ngadam_direction(
 ) -> Tensor:
     r"""The direction $D$ of a matrix, before the learning rate. ``state`` begins empty. With Nesterov's momentum $N$,
 
-    $$D = \sqrt{\operatorname{tr} L} \, (L + \lambda I)^{-1/2} N (R + \lambda I)^{-1/2}$$
+    $$D = \sqrt{\operatorname{tr} L} (L + \lambda I)^{-1/2} N (R + \lambda I)^{-1/2}$$
 
     L and R are moving averages of $G G^\top$ and $G^\top G$. ``damping`` is relative: $\lambda$ is ``damping``, or
     $t^{-2}$ in step $t$ where that is larger, times the mean eigenvalue of L, and of R. ``max_rms`` is the largest root

@@ -173,7 +173,7 @@ class KroneckerPreconditioner(MatrixPreconditioner):
 class KFAC(BaselineOptimizer):
     r"""KFAC with the empirical Fisher.
 
-    $$W \leftarrow W - \alpha \, (G + \sqrt{\lambda} I)^{-1} \, \nabla W \, (A + \sqrt{\lambda} I)^{-1}$$
+    $$W \leftarrow W - \alpha (G + \sqrt{\lambda} I)^{-1} \nabla W (A + \sqrt{\lambda} I)^{-1}$$
 
     With $a_{ip}$ the input of a layer (and a 1 for the bias) at position $p$ of sample $i$, and $g_{ip}$ the gradient
     of that sample's own loss with respect to the layer's output there, every ``update_every`` steps

@@ -41,12 +41,12 @@ class NGAdam(BaseOptimizer):
             - $N \leftarrow (\beta_1 M + (1 - \beta_1) G) / (1 - \beta_1^t)$ (Nesterov's momentum)
             - $L \leftarrow \beta_2 L + (1 - \beta_2) G G^\top$
             - $R \leftarrow \beta_2 R + (1 - \beta_2) G^\top G$
-            - **if** $(t - 1) \bmod T = 0$ **or** $t \in \{2, 3, 4, 6\}$ **then**
+            - **if** $(t - 1) \bmod T = 0$ **or** $t \in \lbrace 2, 3, 4, 6 \rbrace$ **then**
                 - $\hat L \leftarrow L / (1 - \beta_2^t)$, $\hat R \leftarrow R / (1 - \beta_2^t)$
                 - $\epsilon \leftarrow \max(10^{-5}, t^{-2})$
-                - $\lambda_L \leftarrow \epsilon \, \operatorname{tr}(\hat L) / m$,
-                  $\lambda_R \leftarrow \epsilon \, \operatorname{tr}(\hat R) / n$
-                - $P \leftarrow \sqrt{\operatorname{tr} \hat L} \, (\hat L + \lambda_L I)^{-1/2}$
+                - $\lambda_L \leftarrow \epsilon \operatorname{tr}(\hat L) / m$,
+                  $\lambda_R \leftarrow \epsilon \operatorname{tr}(\hat R) / n$
+                - $P \leftarrow \sqrt{\operatorname{tr} \hat L} (\hat L + \lambda_L I)^{-1/2}$
                 - $Q \leftarrow (\hat R + \lambda_R I)^{-1/2}$
             - $D \leftarrow P N Q$
             - $D \leftarrow D / \max(1, \operatorname{rms}(D) / 0.3)$
