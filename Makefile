@@ -39,6 +39,7 @@ docs: $(VENV)/.dev ## the documentation site in site/, strict: no broken links
 pictures: $(VENV)/.dev ## draw the pictures of docs/ that are made from the code
 	$(BIN)/python tools/method_pictures.py
 	$(BIN)/python tools/valley_picture.py
+	$(BIN)/python tools/theory_figures.py
 
 interface: $(VENV)/.dev ## write tests/public_interface.txt anew, after a change that is meant
 	$(BIN)/python tools/public_interface.py

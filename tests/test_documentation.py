@@ -14,6 +14,7 @@ import io
 import os
 import re
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,13 @@ def test_every_argument_is_described(name: str) -> None:
     names = {n.strip("* ") for line in lines for n in line.split(",")}
     missing = set(inspect.signature(found).parameters) - names
     assert not missing, f"{name} does not describe {sorted(missing)}"
+
+
+@pytest.mark.parametrize("optimizer", [ngplus.NGPlus, ngplus.NGAdam])
+def test_the_page_of_the_method_has_the_pseudocode_of_the_docstring(optimizer: type) -> None:
+    algorithm = re.search(r"\nAlgorithm:\n(.*?\n)\n\S", inspect.getdoc(optimizer) or "", re.S)
+    assert algorithm is not None
+    assert textwrap.dedent(algorithm[1]) in (ROOT / "docs" / "method.md").read_text()
 
 
 def test_every_public_name_is_on_a_page_of_the_api() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import ngplus
 from helpers.project import ROOT, dom_in_chromium, needs_chromium
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra ngplus[docs]")
@@ -58,6 +59,71 @@ def test_every_page_is_in_the_navigation_and_fetches_nothing(site: Path) -> None
         assert not fetched, f"{page.name} fetches {fetched}"
         name = str(page.relative_to(site))
         assert name in ("404.html", "index.html") or f'href="{name}"' in home, f"{name} is not in the nav of mkdocs.yml"
+
+
+# How a formula looks that is not typeset, and the pages that still have some: no page is added to them.
+ASCII_FORMULAS = re.compile(
+    r"\^\(?-|\^T\b|\bsum_[a-z]\b|\blambda\b|sqrt\(|\^\d|\b[GgaLR]_i\b|\b(?:Lbar|Ltilde|beta[12])\b"
+)
+NOT_YET_TYPESET = {
+    "architecture.html", "changelog.html", "examples.html", "laboratory.html", "layers.html", "performance.html",
+    "reliability.html", "settings.html", "troubleshooting.html", "workloads.html",
+}  # fmt: skip
+
+
+def test_formulas_are_typeset(site: Path) -> None:
+    """As MathML, in pages and docstrings; outside of code blocks and names no formula is left in ASCII or LaTeX."""
+    formulas = 0
+    for page in site.rglob("*.html"):
+        article = re.search(r"<article.*?</article>", page.read_text(), re.S)
+        assert article is not None
+        formulas += article[0].count("<math ")
+        text = re.sub(r"<(pre|code|math|style|script)\b.*?</\1>", " ", article[0], flags=re.S)
+        assert not re.search(r":(class|func|meth|mod):<|::</p>", article[0]), f"{page.name} has reStructuredText"
+        text = unescape(re.sub(r"<[^>]+>", "", text))
+        assert not (left := re.findall(r".*(?:\\[a-z]+|\$[^$ ]+\$).*", text)), f"{page.name} has LaTeX: {left}"
+        if str(page.relative_to(site)) not in NOT_YET_TYPESET:
+            left = [line.strip() for line in text.splitlines() if ASCII_FORMULAS.search(line)]
+            assert not left, f"{page.name} has formulas in ASCII: {left}"
+    assert formulas > 300
+
+
+def test_every_page_has_its_neighbours_a_link_to_edit_and_the_version(site: Path) -> None:
+    generated = {"404.html", "changelog.html", "contributing.html", "examples.html"}  # not from docs/
+    for page in site.rglob("*.html"):
+        html = page.read_text()
+        assert f"ngplus {ngplus.__version__}" in html, page.name
+        if page.name not in generated:
+            assert 'title="Edit this page"' in html, page.name
+        if page.name != "404.html":
+            assert re.search(r'class="md-footer__link md-footer__link--(prev|next)"', html), page.name
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    assert {entry["location"].partition("#")[0] for entry in index["docs"]} >= {"method.html", "api/optimizers.html"}
+
+
+def test_pictures_follow_the_scheme_of_the_site(site: Path) -> None:
+    """Each in a light and a dark form, and in one for narrow screens whose letters, indices too, can be read there."""
+    seen = 0
+    for page in site.rglob("*.html"):
+        html = page.read_text()
+        light, dark = (
+            re.findall(rf'<picture class="only-{scheme}">(.*?)</picture>', html, re.S) for scheme in ("light", "dark")
+        )
+        assert len(light) == len(dark)
+        for own, other in zip(light, dark, strict=True):
+            files = re.findall(r'(?:src|srcset)="([^"]+)"', own)
+            dark_files = re.findall(r'(?:src|srcset)="([^"]+)"', other)
+            assert dark_files == [re.sub(r"(\.\w+)$", r"-dark\1", file) for file in files]
+            if not files[0].endswith("-narrow.svg"):
+                continue
+            seen += 1
+            for file, width in zip(files, (358, 720), strict=True):  # narrow, wide
+                svg = (page.parent / file).read_text()
+                box = re.search(r'viewBox="0 0 ([\d.]+)', svg)
+                assert box is not None
+                letters = [float(size) for size in re.findall(r'font(?:-size="|-size: |: (?:bold )?)([\d.]+)', svg)]
+                assert min(letters) * width / float(box[1]) >= 6, f"{file} has letters too small to read"
+    assert seen == 10
 
 
 @needs_chromium

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from ngplus.capture import reasons
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -24,28 +26,27 @@ from architectures.measure import EXACT, EXACT_IN_FLOAT32, Found, measure  # noq
 MODULES = ("text", "vision", "graphs", "diffusion", "adapters")
 PAGE = ROOT / "docs" / "architectures.md"
 
-HEAD = """# Architectures
+HEAD = """# Captured architectures
 
-This page shows what NGPlus captures of {count} architectures of transformers, torch_geometric, diffusers and peft, and
-how far what it calls per-sample is from brute force: the gradients of batches of one sample each. The largest error of
-all is {worst:.0e}; {worst_in_float32:.0e} where the model itself computes in float32.
-
-Each model is small, has random weights, and is in `train()` mode without dropout and with batch norms in `eval()` mode.
-It and its inputs are in float64. The loss is a sum over the outputs of a sample, each with a random weight, and the
-mean over samples, so that a batch of one has the gradient of its sample. The error is |L - L'| / |L'| in the Frobenius
-norm, of L or R after one refresh against the mean of G_i G_i^T or G_i^T G_i.
+This page shows which matrices of {count} architectures NGPlus captures sample by sample, and how exact that is. The
+largest error is {worst:.0e}; {worst_in_float32:.0e} where the model computes in float32.
 
 | column | meaning |
 | --- | --- |
-| sample | matrices whose per-sample curvature comes from a [layer rule](layers.md) |
+| sample | matrices with per-sample curvature by a [layer rule](layers.md) |
 | vmap | those of a module without a rule, by `torch.func.vmap` |
-| batch | those with mini-batch curvature, with the reasons; [trouble-shooting](troubleshooting.md) explains each |
-| error | the largest of the matrices of the first two columns; "float32" where the model computes in float32 |
+| batch | those with mini-batch curvature, with the reasons below; [trouble-shooting](troubleshooting.md) explains each |
+| error | the largest of the first two columns, of $\\lVert L - L' \\rVert / \\lVert L' \\rVert$ after one refresh, $L'$ from batches of one sample each |
 
-Only matrices that get a gradient count, so the frozen ones of adapters do not. `python tools/architecture_table.py`
-writes this page, and fails where an error is not below {exact:.0e}, or {exact_in_float32:.0e} with float32. It needs
-the extra `ngplus[dev]`.
-"""
+The models are small, with random weights and no dropout, batch norms in `eval()` mode, in float64. The loss is a
+weighted sum over the outputs of a sample, and a mean over samples. Matrices without a gradient, as the frozen ones of
+adapters, are left out. `python tools/architecture_table.py` (extra `ngplus[dev]`) writes this page, and fails at errors
+of {exact:.0e}, or {exact_in_float32:.0e} with float32.
+
+| reason | meaning |
+| --- | --- |
+{legend}
+"""  # noqa: E501
 
 
 def main(names: list[str]) -> int:
@@ -73,11 +74,12 @@ def page(found: dict[str, Found]) -> str:
         worst_in_float32=max(in_float32),
         exact=EXACT,
         exact_in_float32=EXACT_IN_FLOAT32,
+        legend=legend([reason for each in found.values() for reason in each.reasons]),
     )
     parts = [head]
     for library in dict.fromkeys(ARCHITECTURES[name].library for name in found):
         rows = [row(ARCHITECTURES[n], each) for n, each in found.items() if ARCHITECTURES[n].library == library]
-        columns = "| model | sample | vmap | batch | error | why mini-batch |\n| --- | --- | --- | --- | --- | --- |"
+        columns = "| model | sample | vmap | batch | error | reasons |\n| --- | --- | --- | --- | --- | --- |"
         parts.append("\n".join([f"## {library}", "", columns, *rows, ""]))
     return "\n".join(parts)
 
@@ -87,8 +89,21 @@ def row(architecture: Architecture, found: Found) -> str:
     error = f"{found.worst:.0e}" + (", float32" if found.float32 else "") if found.errors else ""
     if architecture.mixes:
         error = f"not compared: {architecture.mixes}"
-    reasons = "; ".join(f"{reason} ({count})" for reason, count in found.reasons.most_common())
-    return "| " + " | ".join([architecture.name, *counts, error, reasons]) + " |"
+    why = "; ".join(f"{short(reason)} ({count})" for reason, count in found.reasons.most_common())
+    why = why.replace("__", r"\_\_")  # no bold text
+    return "| " + " | ".join([architecture.name, *counts, error, why]) + " |"
+
+
+def short(reason: str) -> str:
+    """A reason by its name in ngplus.capture.reasons, with its detail."""
+    text = reasons.without_detail(reason)
+    name = next(name for name, value in vars(reasons).items() if name.isupper() and value == text)
+    return name.lower().replace("_", " ") + reason.removeprefix(text)
+
+
+def legend(used: list[str]) -> str:
+    texts = sorted({reasons.without_detail(reason) for reason in used}, key=short)
+    return "\n".join(f"| {short(text)} | {text} |" for text in texts)
 
 
 if __name__ == "__main__":

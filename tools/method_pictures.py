@@ -1,4 +1,4 @@
-"""The schematic pictures of docs/method.md, light and dark: make pictures."""
+"""The schematic pictures of docs/method.md, light and dark, wide and narrow: make pictures."""
 
 from __future__ import annotations
 
@@ -58,94 +58,75 @@ def sub(name: str, below: str) -> str:
     return f'{name}<tspan font-size="70%" dy="4">{below}</tspan><tspan dy="-4"> </tspan>'
 
 
-def layer(colours: dict[str, str]) -> str:
-    """A layer's input and output gradient, their product, and its two squares, of which the smaller one is kept."""
-    d = Drawing(860, 300, "From a layer's input and output gradient to L", colours)
-    d.text(95, 34, "1. the layer, one sample", 13, "faint")
-    d.box(40, 70, 16, 90, "g", 0.75)
-    d.text(48, 180, sub("g", "i"), 14, "g", bold=True)
-    d.text(48, 200, "m", 12, "faint")
-    d.text(78, 120, "×", 18)
-    d.box(98, 107, 130, 16, "a", 0.75)
-    d.text(163, 145, sub("a", "i") + "and a 1 for the bias", 12, "a")
-    d.text(163, 96, "n", 12, "faint")
+def layer(colours: dict[str, str], narrow: bool) -> str:
+    """A layer's input and output gradient, their product, and the two means of its squares, of which one is kept. In
+    a narrow picture the three parts are below each other."""
+    size = (400, 660) if narrow else (860, 300)
+    d = Drawing(*size, "From a layer's input and output gradient to L and R", colours)
+    parts = [(65, 0), (-195, 215), (-475, 430)] if narrow else [(0, 0), (0, 0), (0, 0)]
+
+    x, y = parts[0]
+    d.text(x + 135, y + 34, "1. the layer, one sample", 13, "faint")
+    d.box(x + 40, y + 70, 16, 90, "g", 0.75)
+    d.text(x + 48, y + 180, sub("g", "i"), 14, "g", bold=True)
+    d.text(x + 22, y + 120, "m", 12, "faint")
+    d.text(x + 78, y + 120, "×", 18)
+    d.box(x + 98, y + 107, 130, 16, "a", 0.75)
+    d.text(x + 163, y + 145, sub("a", "i") + "and a 1 for the bias", 12, "a")
+    d.text(x + 163, y + 96, "n", 12, "faint")
+
+    x, y = parts[1]
+    d.text(x + 372, y + 34, "2. its gradient, a matrix", 13, "faint")
+    d.box(x + 300, y + 70, 130, 90, "w")
+    d.box(x + 418, y + 70, 12, 90, "line")
+    d.text(x + 358, y + 121, sub("G", "i") + "= " + sub("g", "i") + sub("a", "i") + "ᵀ", 15)
+    d.text(x + 365, y + 180, "m × n, often not formed", 12, "faint")
+    d.text(x + 424, y + 64, "b", 12, "faint")
+
+    x, y = parts[2]
+    d.text(x + 675, y + 34, "3. means over samples: one is kept", 13, "faint")
+    d.box(x + 510, y + 70, 90, 90, "l", 0.35)
+    d.text(x + 555, y + 121, "L", 20, "ink", bold=True)
+    d.text(x + 555, y + 180, "mean of GᵢGᵢᵀ", 12, "faint")
+    d.text(x + 555, y + 197, "m × m", 12, "faint")
+    d.text(x + 655, y + 121, "or", 14, "faint")
+    d.box(x + 710, y + 50, 130, 130, "l", 0.8)
+    d.text(x + 775, y + 121, "R", 20, "paper", bold=True)
+    d.text(x + 775, y + 198, "mean of GᵢᵀGᵢ, n × n", 12, "faint")
+    if narrow:
+        d.arrow(200, 212, 200, 236)
+        d.arrow(200, 412, 200, 444)
+        return d.svg()
     d.arrow(244, 115, 284, 115)
-    d.text(370, 34, "2. its gradient, a matrix", 13, "faint")
-    d.box(300, 70, 130, 90, "w")
-    d.box(418, 70, 12, 90, "line")
-    d.text(358, 121, sub("G", "i") + "= g a", 15)
-    d.text(365, 180, "m x n, often not formed", 12, "faint")
-    d.text(424, 64, "b", 12, "faint")
     d.arrow(446, 115, 486, 115)
-    d.text(660, 34, "3. means over samples: one of them is kept", 13, "faint")
-    d.box(510, 70, 90, 90, "l", 0.35)
-    d.text(555, 121, "L", 20, "ink", bold=True)
-    d.text(555, 180, "m x m: with", 12, "faint")
-    d.text(555, 197, 'side="left"', 12, "faint")
-    d.text(655, 121, "or", 14, "faint")
-    d.box(710, 50, 130, 130, "l", 0.8)
-    d.text(775, 121, "R", 20, "paper", bold=True)
-    d.text(775, 200, "n x n, the inputs' side:", 12, "l")
-    d.text(775, 216, "kept, in blocks", 12, "l")
-    d.text(430, 252, "L = mean of GᵢGᵢᵀ = mean of ‖aᵢ‖² gᵢgᵢᵀ   or   R = mean of GᵢᵀGᵢ = mean of ‖gᵢ‖² aᵢaᵢᵀ", 15)
-    d.text(430, 278, "each is one product of a tall matrix with itself, and nothing of the size of all Gᵢ", 12, "faint")
+    d.text(430, 246, "L = mean of ‖aᵢ‖² gᵢgᵢᵀ   or   R = mean of ‖gᵢ‖² aᵢaᵢᵀ:", 15)
+    d.text(430, 272, "one product of a tall matrix with itself, and nothing of the size of all Gᵢ", 12, "faint")
     return d.svg()
 
 
-def step(colours: dict[str, str]) -> str:
-    """The gradient of the mini-batch times the inverse of L, and the momentum between the roots of L and R."""
-    d = Drawing(860, 330, "The step: the inverse of L, or the inverse square roots of L and R", colours)
-    d.text(30, 36, "NGPlus, the paper: the smaller side", 13, "faint", middle=False)
-    d.box(30, 60, 80, 80, "l", 0.8)
-    d.text(70, 105, "(λI + L)⁻¹", 13, "paper", bold=True)
-    d.text(126, 106, "×", 18)
-    d.box(142, 60, 120, 80, "w")
-    d.text(202, 106, "G", 18)
-    d.arrow(276, 100, 316, 100)
-    d.box(330, 60, 120, 80, "g", 0.75)
-    d.text(390, 106, "direction", 14, "paper", bold=True)
-    d.text(470, 90, "long along small eigenvalues of L,", 12, "faint", middle=False)
-    d.text(470, 108, "short along large ones", 12, "faint", middle=False)
-    d.text(30, 184, "NGAdam: both sides", 13, "faint", middle=False)
-    d.box(30, 210, 80, 80, "l", 0.8)
-    d.text(70, 247, "√tr(L) ·", 12, "paper", bold=True)
-    d.text(70, 265, "(L + λI)^-½", 12, "paper", bold=True)
-    d.text(126, 256, "×", 18)
-    d.box(142, 210, 120, 80, "w")
-    d.text(202, 256, "M", 18)
-    d.text(278, 256, "×", 18)
-    d.box(294, 190, 120, 120, "l", 0.35)
-    d.text(354, 255, "(R + λI)^-½", 14, "ink", bold=True)
-    d.arrow(428, 250, 468, 250)
-    d.box(482, 210, 120, 80, "g", 0.75)
-    d.text(542, 256, "direction", 14, "paper", bold=True)
-    d.text(622, 232, "M: Nesterov momentum", 12, "faint", middle=False)
-    d.text(622, 250, "L, R: moving averages of", 12, "faint", middle=False)
-    d.text(622, 268, "GGᵀ and GᵀG", 12, "faint", middle=False)
-    return d.svg()
-
-
-def time(colours: dict[str, str]) -> str:
+def time(colours: dict[str, str], narrow: bool) -> str:
     """In which steps the two optimizers refresh."""
-    d = Drawing(860, 236, "In which steps NGPlus and NGAdam refresh", colours)
+    steps, pitch = (16, 22.4) if narrow else (31, 26.5)
+    d = Drawing(round(44 + steps * pitch), 222, "In which steps NGPlus and NGAdam refresh", colours)
     rows = (
-        (60, "NGPlus, update_every = 10: hooks read the layers, new R, new inverse", (1, 11, 21, 31)),
-        (166, "NGAdam, update_every = 5: new roots; L and R take in the gradient of every step", (1, 2, 3, 4, 6, 11, 16, 21, 26, 31)),  # noqa: E501
-    )  # fmt: skip
-    for y, words, refreshes in rows:
-        d.text(22, y - 18, words, 13, "faint", middle=False)
-        for k in range(1, 32):
-            x, due = 22 + 26.5 * (k - 1), k in refreshes
-            d.box(x, y, 22.5, 44, "l" if due else "w", 0.85 if due else 1.0)
-            d.text(x + 11.25, y + 27, str(k), 11, "paper" if due else "faint", bold=due)
+        (60, "NGPlus: new R and its inverse every 10 steps", 10),
+        (160, "NGAdam: new roots of L and R every 5 steps", 5),
+    )
+    for y, words, every in rows:
+        d.text(22, y - 18, words, 14, "faint", middle=False)
+        for k in range(1, steps + 1):
+            x = 22 + pitch * (k - 1)
+            due = (k - 1) % every == 0 or (every == 5 and k in (2, 3, 4, 6))
+            d.box(x, y, pitch - 4, 44, "l" if due else "w", 0.85 if due else 1.0)
+            d.text(x + pitch / 2 - 2, y + 27, str(k), 12, "paper" if due else "faint", bold=due)
     return d.svg()
 
 
 def pictures() -> dict[Path, str]:
-    drawn = {"layer": layer, "step": step, "time": time}
     return {
-        PICTURES / f"method-{name}{end}.svg": draw(colours)
-        for name, draw in drawn.items()
+        PICTURES / f"method-{name}{width}{end}.svg": draw(colours, narrow)
+        for name, draw in {"layer": layer, "time": time}.items()
+        for width, narrow in (("", False), ("-narrow", True))
         for end, colours in (("", LIGHT), ("-dark", DARK))
     }
 

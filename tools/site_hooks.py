@@ -1,5 +1,5 @@
-"""What mkdocs adds to the site beside docs/: the examples as one page, the changelog and CONTRIBUTING.md; and where
-long names in tables may be broken.
+"""What mkdocs adds to docs/: the examples, the changelog and CONTRIBUTING.md as pages, formulas as MathML, pictures for
+both colour schemes and for narrow screens, line breaks in long names in tables, the version in the footer.
 
 Pages in docs/ link to these files where they are in the project (``../examples/plain_loop.py``), so that the links work
 in a checkout; here they are turned to the site's own pages.
@@ -9,13 +9,24 @@ from __future__ import annotations
 
 import json
 import re
+from html import unescape
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 OTHERS = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+
+
+def on_config(config: Any) -> Any:
+    """The version in the footer of every page."""
+    version = re.search(r'__version__ = "(.+?)"', (ROOT / "src" / "ngplus" / "__init__.py").read_text())
+    assert version is not None
+    config.copyright = f"ngplus {version[1]}"
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -35,19 +46,89 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return markdown
 
 
-def on_page_content(html: str, **_: Any) -> str:
+def on_page_content(html: str, page: Page, **_: Any) -> str:
+    return pictures(formulas(names(plain_roles(html))), Path(page.file.src_uri).parent)
+
+
+def plain_roles(html: str) -> str:
+    """What docstrings have of reStructuredText: :class:`Name` is the name, and a text that ends with :: goes on."""
+    html = re.sub(r":(?:class|func|meth|mod):(?=<code>)", "", html)
+    return html.replace("::</p>", ":</p>")
+
+
+def names(html: str) -> str:
     """A short name in the text stays in one piece, also where it has hyphens. In the cells of tables a long one may go
-    on in the next line, but only behind a _ / = or opening bracket."""
+    on in the next line, but only behind a _ / = or opening bracket. Cells with more than a few words are marked."""
 
     def breakable(code: re.Match[str]) -> str:
+        if len(code[1]) <= 16:
+            return f'<code class="whole">{code[1]}</code>'
         return "<code>" + re.sub(r"([_/=(])(?=.{4})", r"\1<wbr>", code[1]) + "</code>"
 
     def fitted(found: re.Match[str]) -> str:
         cell, short = found[1], found[2]
-        return re.sub(r"<code>([^<]*)</code>", breakable, cell) if cell else f'<code class="whole">{short}</code>'
+        if not cell:
+            return f'<code class="whole">{short}</code>'
+        if len(re.sub(r"<[^>]+>", "", cell)) > 40:
+            cell = cell.replace("<td", '<td class="long"', 1)
+        return re.sub(r"<code>([^<]*)</code>", breakable, cell)
 
     inline = r"(?<!<pre>)(?<!</span>)<code>([^<]{1,28})</code>"  # not a block
     return re.sub(rf"(<td.*?</td>)|{inline}", fitted, html, flags=re.S)
+
+
+def formulas(html: str) -> str:
+    """Formulas from LaTeX, as pymdownx.arithmatex marks them, to MathML."""
+    html = re.sub(r'<span class="arithmatex">\\\((.+?)\\\)</span>', lambda m: mathml(m[1], "inline"), html, flags=re.S)
+    return re.sub(
+        r'<div class="arithmatex">\s*\\\[(.+?)\\\]\s*</div>',
+        lambda m: f'<div class="formula">{mathml(m[1], "block")}</div>',
+        html,
+        flags=re.S,
+    )
+
+
+def mathml(latex: str, display: str) -> str:
+    out = convert(unescape(latex).strip(), display=display)
+    # the name of a function: an identifier, with thin spaces behind a factor and before an argument without brackets
+    thin = '<mspace width="0.167em" />'
+    out = re.sub(
+        r"(</mi>)?<mo>((?!mod)[a-z]{2,})</mo>(<mo stretchy)?",
+        lambda found: (f"</mi>{thin}" if found[1] else "") + f"<mi>{found[2]}</mi>" + (found[3] or thin),
+        out,
+    )
+    if unknown := re.search(r">\\\w*<", out):
+        raise ValueError(f"latex2mathml does not know {unknown[0][1:-1]} in ${latex}$")
+    return out
+
+
+def pictures(html: str, folder: Path) -> str:
+    """A picture NAME.svg that has NAME-dark.svg beside it follows the site's colour scheme, not the system's; on narrow
+    screens it is NAME-narrow.svg, where there is one."""
+
+    def both(found: re.Match[str]) -> str:
+        image, source = found[0], found["source"]
+        path = ROOT / "docs" / folder / source
+        if not path.with_stem(f"{path.stem}-dark").exists():
+            return image
+        alt = re.search(r'alt="[^"]*"', image)
+        parts = []
+        for scheme, end in (("light", ""), ("dark", "-dark")):
+            narrow = f"{path.stem}-narrow{end}"
+            size = ""
+            if path.with_stem(narrow).exists():
+                size = f'<source media="(max-width: 600px)" srcset="{sibling(source, narrow)}">'
+            own = f'<img {alt[0] if alt else ""} src="{sibling(source, path.stem + end)}">'
+            parts.append(f'<picture class="only-{scheme}">{size}{own}</picture>')
+        return "".join(parts)
+
+    image = r'<img[^>]*?src="(?P<source>[^":]+)"[^>]*>'
+    html = re.sub(rf"<picture>(?:\s*<source[^>]*>)*\s*({image})\s*</picture>", r"\1", html)
+    return re.sub(image, both, html)
+
+
+def sibling(source: str, stem: str) -> str:
+    return str(Path(source).with_stem(stem))
 
 
 def from_root(text: str) -> str:

@@ -21,7 +21,7 @@ import ngplus
 sys.path.insert(0, str(Path(__file__).parent))
 from method_pictures import DARK, LIGHT, PICTURES, Drawing
 
-STEPS, WIDTH, HEIGHT, SCALE = 15, 860, 380, 120.0
+STEPS = 15
 RATES = [10 ** (-3 + 0.25 * i) for i in range(25)]  # 0.001 to 1,000
 
 
@@ -67,6 +67,45 @@ def best(method: str, x: Tensor, y: Tensor) -> tuple[float, list[tuple[float, fl
     return min((t for t in tried if math.isfinite(t[2])), key=lambda t: t[2])
 
 
+def drawing(
+    width: int,
+    height: int,
+    scale: float,
+    colours: dict[str, str],
+    found: dict[str, tuple[float, list[tuple[float, float]], float]],
+    floor: float,
+    bottom: Tensor,
+    values: Tensor,
+    axes: Tensor,
+) -> str:
+    d = Drawing(width, height, "SGD and NG+ in a narrow valley", colours)
+
+    def at(w: tuple[float, float]) -> tuple[float, float]:
+        return width / 2 + scale * w[0], height / 2 - scale * (w[1] - 0.9)
+
+    tilt = -math.degrees(math.atan2(axes[1, 0].item(), axes[0, 0].item()))
+    cx, cy = at((bottom[0].item(), bottom[1].item()))
+    d.parts.append(f'<clipPath id="paper"><rect width="{width}" height="{height}" rx="10"/></clipPath>')
+    d.parts.append('<g clip-path="url(#paper)">')
+    for level in (0.02, 0.1, 0.4, 1.0, 2.0, 3.5, 6.0, 9.0):
+        rx, ry = (scale * math.sqrt(level / v) for v in values.tolist())
+        d.parts.append(
+            f'<ellipse cx="{cx:.0f}" cy="{cy:.0f}" rx="{rx:.0f}" ry="{ry:.0f}" fill="none" '
+            f'stroke="{colours["line"]}" transform="rotate({tilt:.1f} {cx:.0f} {cy:.0f})"/>'
+        )
+    for method, colour in (("SGD", "g"), ("NG+", "l")):
+        points = [at(w) for w in found[method][1]]
+        line = " ".join(f"{px:.0f},{py:.0f}" for px, py in points)
+        d.parts.append(f'<polyline points="{line}" fill="none" stroke="{colours[colour]}" stroke-width="2"/>')
+        d.parts += [f'<circle cx="{a:.0f}" cy="{b:.0f}" r="3.5" fill="{colours[colour]}"/>' for a, b in points]
+    d.parts.append("</g>")
+    for i, (method, colour) in enumerate((("SGD", "g"), ("NG+", "l"))):
+        rate, _, loss = found[method]
+        words = f"{method}: {loss - floor:.1g} above the lowest loss (lr {rate:.2g})"
+        d.text(18, height - 44 + 24 * i, words, 14, colour, middle=False, bold=True)
+    return d.svg()
+
+
 def pictures() -> tuple[dict[Path, str], list[str]]:
     x, y = problem()
     found = {method: best(method, x, y) for method in ("SGD", "NG+")}
@@ -75,33 +114,10 @@ def pictures() -> tuple[dict[Path, str], list[str]]:
     bottom = torch.linalg.solve(hessian, x.T @ y / len(x))[:, 0]
     floor = (x @ bottom[:, None] - y).square().mean().item()
     drawn = {}
-    for end, colours in (("", LIGHT), ("-dark", DARK)):
-        d = Drawing(WIDTH, HEIGHT, "SGD and NG+ in a narrow valley", colours)
-
-        def at(w: tuple[float, float]) -> tuple[float, float]:
-            return WIDTH / 2 + SCALE * w[0], HEIGHT / 2 - SCALE * (w[1] - 0.9)
-
-        tilt = -math.degrees(math.atan2(axes[1, 0].item(), axes[0, 0].item()))
-        cx, cy = at((bottom[0].item(), bottom[1].item()))
-        d.parts.append(f'<clipPath id="paper"><rect width="{WIDTH}" height="{HEIGHT}" rx="10"/></clipPath>')
-        d.parts.append('<g clip-path="url(#paper)">')
-        for level in (0.02, 0.1, 0.4, 1.0, 2.0, 3.5, 6.0, 9.0):
-            rx, ry = (SCALE * math.sqrt(level / v) for v in values.tolist())
-            d.parts.append(
-                f'<ellipse cx="{cx:.0f}" cy="{cy:.0f}" rx="{rx:.0f}" ry="{ry:.0f}" fill="none" '
-                f'stroke="{colours["line"]}" transform="rotate({tilt:.1f} {cx:.0f} {cy:.0f})"/>'
-            )
-        for method, colour in (("SGD", "g"), ("NG+", "l")):
-            points = [at(w) for w in found[method][1]]
-            line = " ".join(f"{px:.0f},{py:.0f}" for px, py in points)
-            d.parts.append(f'<polyline points="{line}" fill="none" stroke="{colours[colour]}" stroke-width="2"/>')
-            d.parts += [f'<circle cx="{a:.0f}" cy="{b:.0f}" r="3.5" fill="{colours[colour]}"/>' for a, b in points]
-        d.parts.append("</g>")
-        for i, (method, colour) in enumerate((("SGD", "g"), ("NG+", "l"))):
-            rate, _, loss = found[method]
-            words = f"{method}: {loss - floor:.1g} above the lowest loss after {STEPS} steps (lr {rate:.2g})"
-            d.text(24, HEIGHT - 48 + 24 * i, words, 14, colour, middle=False, bold=True)
-        drawn[PICTURES / f"method-valley{end}.svg"] = d.svg()
+    for size, width, height, scale in (("", 860, 380, 120.0), ("-narrow", 400, 300, 56.0)):
+        for end, colours in (("", LIGHT), ("-dark", DARK)):
+            picture = drawing(width, height, scale, colours, found, floor, bottom, values, axes)
+            drawn[PICTURES / f"method-valley{size}{end}.svg"] = picture
     said = [f"{m}: lr {rate:.3g}, loss {loss:.6f}, lowest {floor:.6f}" for m, (rate, _, loss) in found.items()]
     return drawn, said
 

@@ -49,7 +49,7 @@ def as_matrix(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def gfim(gradients: Sequence[Tensor], side: str) -> Tensor:
-    """L = 1/S sum_i G_i G_i^T (left), or R = 1/S sum_i G_i^T G_i (right).
+    r"""$L = \frac{1}{S} \sum_i G_i G_i^\top$ (left), or $R = \frac{1}{S} \sum_i G_i^\top G_i$ (right).
 
     Examples:
         >>> ngplus.reference.gfim([torch.eye(2), 3 * torch.eye(2)], "left")[0]
@@ -60,7 +60,7 @@ def gfim(gradients: Sequence[Tensor], side: str) -> Tensor:
 
 
 def ngplus_direction(gradient: Tensor, curvature: Tensor, side: str, damping: float) -> Tensor:
-    """(lambda I + L)^-1 G (left), or G (lambda I + R)^-1 (right).
+    r"""$(\lambda I + L)^{-1} G$ (left), or $G (\lambda I + R)^{-1}$ (right).
 
     Examples:
         >>> ngplus.reference.ngplus_direction(torch.ones(1, 2), torch.eye(2), "right", damping=1.0)
@@ -115,7 +115,7 @@ def ngplus_step(
 
 
 def inverse_root(x: Tensor, damping: Tensor) -> Tensor:
-    """(x + damping I)^(-1/2) of a symmetric positive semi-definite matrix, or of each of a batch.
+    r"""$(X + \lambda I)^{-1/2}$ of a symmetric positive semi-definite matrix, or of each of a batch.
 
     Examples:
         >>> ngplus.reference.inverse_root(3 * torch.eye(2), torch.tensor(1.0))
@@ -144,12 +144,13 @@ def ngadam_direction(
     update_every: int = 5,
     max_rms: float = 0.3,
 ) -> Tensor:
-    """The direction D of a matrix, before the learning rate. ``state`` begins empty. With the momentum M,
+    r"""The direction $D$ of a matrix, before the learning rate. ``state`` begins empty. With Nesterov's momentum $N$,
 
-        D = sqrt(tr L) (L + lambda I)^(-1/2) M (R + lambda I)^(-1/2)
+    $$D = \sqrt{\operatorname{tr} L} (L + \lambda I)^{-1/2} N (R + \lambda I)^{-1/2}$$
 
-    L and R are moving averages of G G^T and G^T G. ``damping`` is relative: lambda is ``damping``, or 1 / t^2 in step t
-    where that is larger, times the mean eigenvalue of L, and of R. ``max_rms`` is the largest root mean square of D.
+    L and R are moving averages of $G G^\top$ and $G^\top G$. ``damping`` is relative: $\lambda$ is ``damping``, or
+    $t^{-2}$ in step $t$ where that is larger, times the mean eigenvalue of L, and of R. ``max_rms`` is the largest root
+    mean square of D.
 
     Examples:
         >>> state = {}

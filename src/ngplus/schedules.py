@@ -30,8 +30,8 @@ def _initial(group: dict[str, Any]) -> dict[str, float]:
 
 
 class LambdaDamping:
-    """lambda = initial lambda * factor(epoch), for each parameter group: ``damping`` and ``relative_damping`` are
-    multiplied by the factor.
+    r"""$\lambda = \lambda_0 \cdot$ ``factor(epoch)``, for each parameter group: ``damping`` and ``relative_damping``
+    are multiplied by the factor.
 
     ``step()`` advances by one epoch, like a torch scheduler; ``step(epoch)`` sets the epoch, which may be a fraction.
 
@@ -73,7 +73,9 @@ class LambdaDamping:
 
 
 class ExponentialDamping(LambdaDamping):
-    """The paper's lambda_0 * rate^(epoch / every): rate 0.8 or 0.87 and every 10 epochs in its experiments.
+    r"""$\lambda = \lambda_0 \cdot \text{rate}^{\text{epoch} / \text{every}}$.
+
+    The paper has rate 0.8 or 0.87 and every 10 epochs in its experiments.
 
     Examples:
         >>> optimizer = ngplus.NGPlus(nn.Linear(3, 2), lr=0.18, damping=0.16)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -272,14 +270,3 @@ def test_start_per_sample_then_mini_batch() -> None:
         losses.append(loss.item())
     assert losses[-1] < 0.2 * losses[0]
     assert not model.conv._forward_hooks
-
-
-def test_the_page_has_the_screening_runs() -> None:
-    """docs/decision.md against docs/results/screening.jsonl."""
-    root = Path(__file__).parents[2]
-    page = (root / "docs" / "decision.md").read_text()
-    rows = [json.loads(line) for line in (root / "docs" / "results" / "screening.jsonl").read_text().splitlines()]
-    assert len(rows) > 12
-    for row in rows:
-        line = next((line for line in page.splitlines() if line.startswith(f"| {row['label']} |")), "")
-        assert f"| {row['final']:.4g} |" in line, row["label"]

@@ -163,13 +163,6 @@ def test_tables_compare_with_the_baseline() -> None:
     assert "| adamw | not reached | inf |" in text
 
 
-def test_decision_md_has_the_tables_of_its_runs() -> None:
-    shown = (ROOT / "docs" / "decision.md").read_text()
-    made = [one for one in tables.tables(read(STANDARD)[0]) if one.startswith("| ")]
-    assert len(made) > 12
-    assert [one for one in made if one not in shown] == []
-
-
 def test_results_md_is_the_page_of_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     place, source = Path("docs/results.md"), STANDARD.relative_to(ROOT)

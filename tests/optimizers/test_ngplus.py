@@ -32,6 +32,32 @@ def test_algorithm_1(shape: tuple[int, int], every: int) -> None:
     compare(direction, shape=shape, update_every=every)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_defaults_are_the_pseudocode_of_the_docstring(nesterov: bool) -> None:
+    model = nn.Linear(5, 3)
+    optimizer = ngplus.NGPlus(model, lr=0.05, weight_decay=0.1, nesterov=nesterov, update_every=2)
+    alpha, mu, w, beta = 0.05, 0.9, 0.1, 0.8
+    average, velocity, long = torch.empty(0), torch.empty(0), 0
+    for k, (x, y) in enumerate(batches(6)):
+        x = 30 * x if k == 3 else x  # an outlier, whose gradient is longer than the bound
+        weight, grads = matrix_of(model)[0], per_sample(model, x, y)[:, 0]
+        one_step(model, optimizer, x, y)
+        gradient = grads.mean(0)
+        if k % 2 == 0:
+            right = (grads.mT @ grads).mean(0)
+            average = right if k == 0 else beta * average + (1 - beta) * right
+            damping = 0 + 1 * average.trace() / 6
+            inverse = torch.linalg.inv(damping * torch.eye(6) + average)
+        direction = gradient @ inverse
+        long += int(gradient.norm() > average.trace().sqrt())
+        direction = direction * torch.minimum(gradient.norm(), average.trace().sqrt()) / direction.norm()
+        direction = direction + w * weight
+        velocity = direction if k == 0 else mu * velocity + direction
+        direction = direction + mu * velocity if nesterov else velocity
+        assert torch.allclose(matrix_of(model)[0], weight - alpha * direction, rtol=1e-9), k
+    assert long == 1
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_momentum_curvature(shape: tuple[int, int]) -> None:
     """Lbar_k = beta Lbar_(k-1) + (1 - beta) L_k, Lbar_0 = L_0, at refreshes only."""

@@ -27,8 +27,9 @@ from ngplus.utils.validation import choice, number
 
 
 class KroneckerFactors(NamedTuple):
-    """A = E[a a^T], [n, n], of a layer's inputs and G = E[g g^T], [m, m], of its outputs' gradients; undamped, and
-    with a leading dimension of groups for a grouped convolution.
+    r"""$A = \mathbb{E}[a a^\top]$ of a layer's inputs and $G = \mathbb{E}[g g^\top]$ of its outputs' gradients.
+
+    They are undamped, [n, n] and [m, m], with a leading dimension of groups for a grouped convolution.
 
     Examples:
         >>> pair = ngplus.baselines.KroneckerFactors(input=torch.eye(3), output=torch.eye(2))
@@ -192,17 +193,20 @@ class KroneckerPreconditioner(MatrixPreconditioner):
 
 
 class KFAC(BaselineOptimizer):
-    """KFAC: W <- W - lr (G + sqrt(lambda) I)^-1 grad (A + sqrt(lambda) I)^-1, with grad the mini-batch gradient.
+    r"""KFAC with the empirical Fisher.
 
-    With a_ip the input of a layer (and a 1 for the bias) at position p of sample i, and g_ip the gradient of that
-    sample's own loss with respect to the layer's output there, every ``update_every`` steps
+    $$W \leftarrow W - \alpha (G + \sqrt{\lambda} I)^{-1} \nabla W (A + \sqrt{\lambda} I)^{-1}$$
 
-    - ``approx="expand"``: A = 1/(S kappa) sum_ip a_ip a_ip^T and G = 1/S sum_ip g_ip g_ip^T;
-    - ``approx="reduce"``: A = 1/S sum_i abar_i abar_i^T with the mean over positions, and G = 1/S sum_i ghat_i ghat_i^T
-      with their sum.
+    With $a_{ip}$ the input of a layer (and a 1 for the bias) at position $p$ of sample $i$, and $g_{ip}$ the gradient
+    of that sample's own loss with respect to the layer's output there, every ``update_every`` steps
 
-    They agree for kappa = 1 position. Parameters without such factors (norm layers, embeddings, modules that only vmap
-    or the mini-batch knows) get NG+'s own matrix, (lambda I + L)^-1 grad, on their smaller side.
+    - ``approx="expand"``: $A = \frac{1}{S \kappa} \sum_{ip} a_{ip} a_{ip}^\top$ and
+      $G = \frac{1}{S} \sum_{ip} g_{ip} g_{ip}^\top$;
+    - ``approx="reduce"``: $A = \frac{1}{S} \sum_i \bar a_i \bar a_i^\top$ with the mean $\bar a_i$ over positions, and
+      $G = \frac{1}{S} \sum_i \hat g_i \hat g_i^\top$ with the sum $\hat g_i$.
+
+    They agree for $\kappa = 1$ position. Parameters without such factors (norm layers, embeddings, modules that only
+    vmap or the mini-batch knows) get $(\lambda I + L)^{-1} \nabla W$ of NG+, on their smaller side.
 
     Examples:
         >>> model = nn.Linear(4, 2)
@@ -217,7 +221,7 @@ class KFAC(BaselineOptimizer):
         params: the model, or parameters or parameter groups of ``model``, as in torch.optim.
         model: the module that the parameters belong to, where ``params`` is not a module.
         lr, momentum, nesterov, weight_decay, maximize: as in ``NGPlus``.
-        damping: lambda, absolute. Each factor gets its square root.
+        damping: $\lambda$, absolute. Each factor gets its square root.
         update_every: steps between two refreshes. The first is at the first step.
         beta: of the moving average of the factors, over refreshes, begun with the first; 0 for none.
         approx: for layers with several positions, such as convolutions: see above.

@@ -112,13 +112,16 @@ class WoodburyPreconditioner(MatrixPreconditioner):
 
 
 class SENG(BaselineOptimizer):
-    """SENG: with U = [vec(G_1) ... vec(G_S)] / sqrt(S) for each layer, every ``update_every`` steps, and g = vec of the
-    mini-batch gradient,
+    r"""SENG: the empirical Fisher matrix of each layer, inverted by Woodbury's identity.
 
-        d = (lambda I + U U^T)^-1 g = (g - U (lambda I + U^T U)^-1 U^T g) / lambda.
+    With $U = [\operatorname{vec}(G_1) \ldots \operatorname{vec}(G_S)] / \sqrt{S}$ for each layer, every
+    ``update_every`` steps, and $g = \operatorname{vec}(\nabla W)$ of the mini-batch gradient,
 
-    U is stored as the factors of the G_i where these are smaller than the G_i. With ``sketch`` the coefficients z solve
-    the smaller problem min ||Omega U z - Omega g||^2 + lambda ||z||^2, and d = (g - U z)/lambda.
+    $$d = (\lambda I + U U^\top)^{-1} g = \tfrac{1}{\lambda} \left( g - U (\lambda I + U^\top U)^{-1} U^\top g \right)$$
+
+    U is stored as the factors of the $G_i$ where these are smaller than the $G_i$. With ``sketch`` the coefficients $z$
+    solve the smaller problem $\min_z \lVert \Omega U z - \Omega g \rVert^2 + \lambda \lVert z \rVert^2$, and
+    $d = (g - U z) / \lambda$.
 
     Examples:
         >>> model = nn.Linear(4, 2)
@@ -130,10 +133,11 @@ class SENG(BaselineOptimizer):
         params: the model, or parameters or parameter groups of ``model``, as in torch.optim.
         model: the module that the parameters belong to, where ``params`` is not a module.
         lr, momentum, nesterov, weight_decay, maximize: as in ``NGPlus``.
-        damping: lambda, absolute and above 0.
+        damping: $\lambda$, absolute and above 0.
         update_every: steps between two refreshes. The first is at the first step.
         samples: how many columns U has: size or fraction of a random sub-sample of the batch; None is the whole batch.
-        sketch: q: of the m rows and n columns of each G_i, q at random stand for all in U^T U and U^T g; None is exact.
+        sketch: q: of the m rows and n columns of each $G_i$, q at random stand for all in $U^\top U$ and $U^\top g$;
+            None is exact.
         loss_reduction: ``"mean"``, the loss is an average over the batch or its tokens, or ``"sum"``.
         batch_dim, sample_index: what the samples are, as in ``NGPlus``.
         seed: of sub-samples and sketches.

@@ -82,11 +82,13 @@ class LayerHealth:
 
 @dataclass(frozen=True)
 class EigenvalueBounds:
-    """The smallest and largest eigenvalue of lambda I + L (or R) of a layer, h_1 and h_2 of the paper's Assumption 1.
+    r"""The smallest and largest eigenvalue of $\lambda I + L$ (or R) of a layer.
+
+    They are $h_1$ and $h_2$ of the paper's Assumption 1.
 
     Attributes:
         name: of the parameter.
-        h1: the smallest eigenvalue; a step is at most lr / h1 times the gradient.
+        h1: the smallest eigenvalue; a step is at most $\alpha / h_1$ times the gradient.
         h2: the largest eigenvalue.
 
     Examples:
@@ -106,13 +108,13 @@ class EigenvalueBounds:
 
 @dataclass(frozen=True)
 class Health:
-    """The counts since the optimizer was made, and the layers that had faults; ``print(health)`` shows a table.
+    r"""The counts since the optimizer was made, and the layers that had faults; ``print(health)`` shows a table.
 
     Attributes:
         steps: calls of ``step`` that had gradients.
         skipped: those of them that were skipped, since gradients were not finite.
         layers: the layers that had faults.
-        eigenvalues: the bounds on the eigenvalues of each layer's lambda I + L, where they were asked for.
+        eigenvalues: the bounds on the eigenvalues of each layer's $\lambda I + L$, where they were asked for.
 
     Examples:
         >>> optimizer = ngplus.NGPlus(nn.Linear(3, 2))

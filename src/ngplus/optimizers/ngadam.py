@@ -27,23 +27,35 @@ from ngplus.utils.validation import number
 
 
 class NGAdam(BaseOptimizer):
-    """NGAdam, natural gradient in matrix form with Adam's scale, for any PyTorch model.
+    r"""NGAdam, natural gradient in matrix form with Adam's scale, for any PyTorch model.
 
-    For a matrix W with gradient G, and t the number of the step:
+    $W$ is a parameter as a matrix $(m \times n)$, $G$ the gradient of the mini-batch. A bias is not joined to its
+    weight.
 
-        M <- beta1 M + (1 - beta1) G
-        N <- (beta1 M + (1 - beta1) G) / (1 - beta1^t)                            Nesterov's momentum
-        L <- beta2 L + (1 - beta2) G G^T,    R <- beta2 R + (1 - beta2) G^T G
-        D <- sqrt(tr L) (L + lambda I)^(-1/2) N (R + lambda I)^(-1/2)
-        D <- D / max(1, rms(D) / 0.3)
-        W <- (1 - lr weight_decay) W - lr D
+    Algorithm:
+        **Input**: $W$; $\alpha$ (lr), $\beta_1, \beta_2$ (betas), $w$ (weight_decay), $T$ (update_every)
 
-    lambda is max(1e-5, 1 / t^2) times the mean eigenvalue of L, and of R; both are divided by 1 - beta2^t. These
-    numbers are fixed. The roots are computed every update_every steps. Each parameter is a matrix of its own: a bias is
-    not joined to its weight. A side above 160 falls into blocks of up to 128 rows (of up to 144 columns and whole
-    channels for the inputs of a convolution); a side above 640 that is at least 5 times the other one has a diagonal L
-    or R. Tables of embeddings have diagonal L and R. Vectors have Adam's update with Nesterov's momentum. The rows
-    of sparse gradients have R alone, and no momentum.
+        - $M, L, R \leftarrow 0$
+        - **for** $t = 1, 2, \ldots$ **do**
+            - $M \leftarrow \beta_1 M + (1 - \beta_1) G$
+            - $N \leftarrow (\beta_1 M + (1 - \beta_1) G) / (1 - \beta_1^t)$ (Nesterov's momentum)
+            - $L \leftarrow \beta_2 L + (1 - \beta_2) G G^\top$
+            - $R \leftarrow \beta_2 R + (1 - \beta_2) G^\top G$
+            - **if** $(t - 1) \bmod T = 0$ **or** $t \in \lbrace 2, 3, 4, 6 \rbrace$ **then**
+                - $\hat L \leftarrow L / (1 - \beta_2^t)$, $\hat R \leftarrow R / (1 - \beta_2^t)$
+                - $\epsilon \leftarrow \max(10^{-5}, t^{-2})$
+                - $\lambda_L \leftarrow \epsilon \operatorname{tr}(\hat L) / m$,
+                  $\lambda_R \leftarrow \epsilon \operatorname{tr}(\hat R) / n$
+                - $P \leftarrow \sqrt{\operatorname{tr} \hat L} (\hat L + \lambda_L I)^{-1/2}$
+                - $Q \leftarrow (\hat R + \lambda_R I)^{-1/2}$
+            - $D \leftarrow P N Q$
+            - $D \leftarrow D / \max(1, \operatorname{rms}(D) / 0.3)$
+            - $W \leftarrow (1 - \alpha w) W - \alpha D$
+
+    A side above 160 falls into blocks of up to 128 rows (of up to 144 columns and whole channels for the inputs of a
+    convolution); a side above 640 that is at least 5 times the other one has a diagonal L or R. Tables of embeddings
+    have diagonal L and R. Vectors have Adam's update with Nesterov's momentum. The rows of sparse gradients have R
+    alone, and no momentum.
 
     Examples:
         >>> model = nn.Linear(4, 2)

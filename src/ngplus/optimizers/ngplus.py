@@ -31,19 +31,28 @@ from ngplus.utils.warnings import warn
 class NGPlus(BaseOptimizer):
     r"""NG+, natural gradient in matrix form, for any PyTorch model.
 
-    With per-sample gradients G_i of a parameter matrix W (m x n) and G the gradient of the mini-batch, every
-    ``update_every`` steps
+    The learning rate, momentum and schedule of SGD can be taken over. $W$ is a parameter as a matrix $(m \times n)$,
+    with its bias as the last column; $G$ is the gradient of the mini-batch, $G_i$ that of sample $i$ of $S$.
 
-        R = 1/S sum_i G_i^T G_i    with ``side="right"``
-        L = 1/S sum_i G_i G_i^T    with ``side="left"``
+    Algorithm:
+        **Input**: $W$; $\alpha$ (lr), $\mu$ (momentum), $w$ (weight_decay), $T$ (update_every), $\beta$ (beta)
 
-    and in every step
+        - **for** $k = 0, 1, 2, \ldots$ **do**
+            - **if** $k \bmod T = 0$ **then**
+                - $R \leftarrow \frac{1}{S} \sum_i G_i^\top G_i$
+                - $\bar R \leftarrow \beta \bar R + (1 - \beta) R$, with $\bar R = R$ at the first refresh
+                - $\lambda \leftarrow$ damping + relative_damping $\cdot \operatorname{tr}(\bar R) / n$
+                - $P \leftarrow (\lambda I + \bar R)^{-1}$
+            - $D \leftarrow G P$
+            - **if** graft = "sgd" **then**
+                - $D \leftarrow D \cdot \min(\lVert G \rVert, \sqrt{\operatorname{tr} \bar R}) / \lVert D \rVert$
+            - $D \leftarrow D + w W$
+            - $V \leftarrow \mu V + D$, with $V = D$ in the first step
+            - **if** nesterov **then** $D \leftarrow D + \mu V$ **else** $D \leftarrow V$
+            - $W \leftarrow W - \alpha D$
 
-        D = G (lambda I + R)^-1    or    D = (lambda I + L)^-1 G
-        W <- W - lr D
-
-    with the momentum and the weight decay of torch.optim.SGD. By default R is averaged over refreshes, lambda is
-    relative to it, and D has the length of G: the learning rate, momentum and schedule of SGD can be taken over.
+    This is the default ``side="right"`` with ``curvature="momentum"``. With ``side="left"``,
+    $L = \frac{1}{S} \sum_i G_i G_i^\top$ and $D = (\lambda I + L)^{-1} G$.
 
     The paper to the letter::
 
@@ -66,28 +75,28 @@ class NGPlus(BaseOptimizer):
         params (Module or iterable): the model, or parameters, named parameters or parameter groups as in torch.optim.
             Without a module, ``curvature`` is ``"batch"`` whatever is given: pass ``model`` for per-sample curvature.
         lr (float or Tensor): learning rate (default: 0.01).
-        momentum (float): momentum factor of the preconditioned gradient; with ``graft="adam"`` also Adam's beta1
-            (default: 0.9).
+        momentum (float): momentum factor of the preconditioned gradient; with ``graft="adam"`` also Adam's
+            $\beta_1$ (default: 0.9).
         nesterov (bool): enable Nesterov momentum (default: False).
         weight_decay (float): added to the preconditioned gradient, times the parameter (default: 0).
         maximize (bool): maximize the objective (default: False).
-        damping (float): the absolute part of lambda = damping + relative_damping * trace(L)/d (default: 0).
-        relative_damping (float): the part of lambda that is relative to the mean eigenvalue trace(L)/d of each layer's
-            L or R, d x d. The solvers ``"woodbury"`` and ``"sketched"`` divide by lambda and need one of the two above
-            0 (default: 1).
+        damping (float): the absolute part of $\lambda$ (default: 0).
+        relative_damping (float): the part of $\lambda$ that is relative to the mean eigenvalue of each layer's L or R.
+            The solvers ``"woodbury"`` and ``"sketched"`` divide by $\lambda$ and need one of the two above 0 (default:
+            1).
         update_every (int): T, the number of steps between two refreshes. The first is at the first step. With
-            ``curvature="batch"``, Ltilde is updated in every step and inverted every T steps (default: 10).
-        curvature (str): ``"sample"``, the L or R above; ``"momentum"``, their moving average
-            Lbar = beta Lbar + (1 - beta) L; ``"batch"``, from the gradients of mini-batches,
-            Ltilde = beta Ltilde + gamma G G^T, started from lambda I and updated in every step
-            (default: ``"momentum"``).
-        beta (float): decay of Lbar at each refresh, or of Ltilde in each step (default: 0.8).
-        gamma (float): weight of a new gradient in Ltilde; it does not follow ``beta`` (default: 0.1).
+            ``curvature="batch"``, $\tilde L$ is updated in every step and inverted every T steps (default: 10).
+        curvature (str): ``"sample"``, L or R of the last refresh; ``"momentum"``, their moving average
+            $\bar L \leftarrow \beta \bar L + (1 - \beta) L$ over refreshes; ``"batch"``, from the gradients of
+            mini-batches, $\tilde L \leftarrow \beta \tilde L + \gamma G G^\top$ in every step, started from
+            $\lambda I$ (default: ``"momentum"``).
+        beta (float): decay of $\bar L$ at each refresh, or of $\tilde L$ in each step (default: 0.8).
+        gamma (float): weight of a new gradient in $\tilde L$; it does not follow ``beta`` (default: 0.1).
         samples (int or float): size or fraction of the random sub-sample S, drawn from every micro-batch on every rank;
             None is the whole batch (default: None).
         side (str): ``"right"`` is R, which whitens the inputs of a linear or convolution layer; of an embedding table
             (rows x features), it is the features' side. ``"left"`` is L. ``"smaller"``, the paper's rule, is ``"left"``
-            where m <= n and ``"right"`` where m > n (default: ``"right"``).
+            where $m \le n$ and ``"right"`` where $m > n$ (default: ``"right"``).
         solver (str): ``"dense"`` (Cholesky), ``"woodbury"``, ``"sketched"`` (sketched least squares), or ``"auto"``,
             the cheaper one of ``"dense"`` and ``"woodbury"`` for each layer; on several ranks, ``"dense"``. Woodbury
             and sketched need ``curvature="sample"`` (default: ``"auto"``).
@@ -96,9 +105,9 @@ class NGPlus(BaseOptimizer):
             "countsketch", "srht") and ``replacement`` (of "uniform"). With ``solver="sketched"`` it is the sketch of
             the least-squares problem, by default of twice as many rows as unknowns (default: None).
         graft (str): ``"sgd"`` or ``"adam"``: each layer's direction takes that method's step length; None leaves D as
-            it is. With ``"sgd"``, it is the length of G, at most sqrt(trace(L)) of the last refresh, which |G| exceeds
-            in outliers only. With ``"adam"``, the momentum is a moving average, so that it keeps that length
-            (default: ``"sgd"``).
+            it is. With ``"sgd"``, it is $\lVert G \rVert$, at most $\sqrt{\operatorname{tr} L}$ of the last refresh,
+            which $\lVert G \rVert$ exceeds in outliers only. With ``"adam"``, the momentum is a moving average, so that
+            it keeps that length (default: ``"sgd"``).
         refresh_memory (int): bytes that a refresh may take for a matrix beyond those of its state and of a step without
             a refresh. Products of samples are computed in chunks; a matrix that needs more for one sample has
             mini-batch curvature, with a note in ``plan()`` (default: 2**30).
@@ -269,12 +278,12 @@ class NGPlus(BaseOptimizer):
         return Curvature(matrix.side(group["side"]), dense[0] if matrix.groups == 1 else dense)
 
     def health(self, eigenvalues: bool = False) -> Health:
-        """Counts of skipped steps and failed refreshes since the optimizer was made, by layer.
+        r"""Counts of skipped steps and failed refreshes since the optimizer was made, by layer.
 
         Args:
-            eigenvalues (bool): also the smallest and largest eigenvalue of lambda I + L of each layer, h_1 and h_2 of
-                the paper's Assumption 1. They come from an eigendecomposition of each stored inverse that this rank has
-                (default: False).
+            eigenvalues (bool): also the smallest and largest eigenvalue of $\lambda I + L$ of each layer, $h_1$ and
+                $h_2$ of the paper's Assumption 1. They come from an eigendecomposition of each stored inverse that this
+                rank has (default: False).
 
         Examples:
             >>> ngplus.NGPlus(nn.Linear(3, 2)).health().good

@@ -49,25 +49,27 @@ class Projection(NamedTuple):
 
 
 class OnlineNGPlus(Optimizer):
-    """The online form of NG+, with logarithmic regret on exp-concave losses.
+    r"""The online form of NG+, with logarithmic regret on exp-concave losses.
 
-    For the gradient G_t of the loss of round t in the parameter matrix W_t (m x n),
+    For the gradient $G_t$ of the loss of round $t$ in the parameter matrix $W_t$ $(m \times n)$, and
+    $L_0 = \epsilon I$,
 
-        L_t = L_{t-1} + G_t G_t^T,  L_0 = eps I
-        W_{t+1} = Proj_K(W_t - 1/alpha L_t^-1 G_t)
+    $$L_t = L_{t-1} + G_t G_t^\top$$
 
-    with K a ball and Proj_K the projection in the norm of L_t. If every loss psi satisfies on K, with the last norm
-    that of grad psi(Y) grad psi(Y)^T,
+    $$W_{t+1} = \operatorname{Proj}_K \left( W_t - \tfrac{1}{\alpha} L_t^{-1} G_t \right)$$
 
-        psi(X) >= psi(Y) + <grad psi(Y), X - Y> + alpha/2 ||X - Y||^2
+    with $K$ a ball and the projection in the norm of $L_t$. If every loss $\psi$ satisfies on $K$
 
-    the regret after T rounds is at most m/(2 alpha) log(1 + T L_G^2/eps) + alpha eps D^2/2, with L_G the largest norm
-    of a gradient and D the diameter of K. For 1/2 ||W^T x - y||^2 with ||x|| <= 1, ||y|| <= R and the spectral ball of
-    radius R, alpha = 1/(4 R^2) does.
+    $$\psi(X) \ge \psi(Y) + \langle \nabla \psi(Y), X - Y \rangle + \tfrac{\alpha}{2} \lVert X - Y \rVert^2$$
 
-    With d the size of L and D the other dimension, a step costs 2 d^2 D FLOPs for the direction and two to three times
-    as many for the inverse (with D at most d); a projection of a point outside the ball adds an eigendecomposition. The
-    state has d^2 entries, in float64 where the device supports it.
+    in the norm of $\nabla \psi(Y) \nabla \psi(Y)^\top$, the regret after $T$ rounds is at most $\frac{m}{2 \alpha}
+    \log(1 + T L_G^2 / \epsilon) + \alpha \epsilon D^2 / 2$, with $L_G$ the largest norm of a gradient and $D$ the
+    diameter of $K$. For $\frac{1}{2} \lVert W^\top x - y \rVert^2$ with $\lVert x \rVert \le 1$, $\lVert y \rVert \le
+    r$ and the spectral ball of radius $r$, $\alpha = 1 / (4 r^2)$ does.
+
+    With $d$ the size of $L$ and $D$ the other dimension, a step costs $2 d^2 D$ FLOPs for the direction and two to
+    three times as many for the inverse (with $D \le d$); a projection of a point outside the ball adds an
+    eigendecomposition. The state has $d^2$ entries, in float64 where the device supports it.
 
     Examples:
         >>> w = nn.Parameter(torch.zeros(3, 2))
@@ -83,15 +85,15 @@ class OnlineNGPlus(Optimizer):
     Args:
         params: parameters, named parameters or parameter groups as in torch.optim. Each parameter is a matrix of its
             own with its own ball: dimension 0 is m, the others are n; a vector is (m, 1).
-        alpha: the constant of the losses; 1/alpha is the step size.
-        eps: L_0 = eps I. None takes the theorem's 2 / (alpha D^2) with D the Frobenius diameter of the ball, and 1
-            where there is no ball.
+        alpha: the constant of the losses; $1/\alpha$ is the step size.
+        eps: $L_0 = \epsilon I$. None takes the theorem's $2 / (\alpha D^2)$ with $D$ the Frobenius diameter of the
+            ball, and 1 where there is no ball.
         radius: of the ball K around 0; None for no constraint.
         ball: ``"frobenius"`` or ``"spectral"`` (the largest singular value).
-        norm: the norm of the projection: ``"curvature"``, that of L_t, which the regret bound needs, or ``"plain"``.
-        side: ``"left"``, the paper's; ``"right"``, G_t^T G_t behind the gradient; ``"auto"``, the smaller one. The
-            bound holds on the side on which the losses have the property above: the left for a loss of W^T x, the
-            right for one of W x, as in nn.Linear.
+        norm: the norm of the projection: ``"curvature"``, that of $L_t$, which the regret bound needs, or ``"plain"``.
+        side: ``"left"``, the paper's; ``"right"``, $G_t^\top G_t$ behind the gradient; ``"auto"``, the smaller one.
+            The bound holds on the side on which the losses have the property above: the left for a loss of
+            $W^\top x$, the right for one of $W x$, as in nn.Linear.
         tolerance: of a projection onto the spectral ball: its certificate over the norm of what is projected.
         maximize: add the direction in place of subtracting it.
     """
@@ -137,7 +139,7 @@ class OnlineNGPlus(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Performs one round: updates the inverse of L_t, makes the step, projects."""
+        """Performs one round: updates the inverse of $L_t$, makes the step, projects."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -15,10 +15,10 @@ from ngplus.preconditioners.ngplus_curvature import Curvature
 
 
 class Preconditioner:
-    """Replaces each ``.grad`` by its NG+ direction (lambda I + L)^-1 G; the step is left to another optimizer.
+    r"""Replaces each ``.grad`` by its NG+ direction, $(\lambda I + L)^{-1} G$ or $G (\lambda I + R)^{-1}$.
 
-    That optimizer should take the direction as it is, as SGD does. Adam would scale each number again, and undo what
-    was gained: no trial in front of it was better than Adam alone. A GradScaler is not known here: use none.
+    The step is left to another optimizer, which should take the direction as it is, as SGD does. Adam would scale each
+    number again; no trial in front of it was better than Adam alone. Do not use a GradScaler.
 
     Examples:
         >>> model = nn.Linear(4, 2)

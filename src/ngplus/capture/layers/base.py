@@ -88,7 +88,7 @@ class LayerRule:
         return output
 
     def factors(self, module: Any, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
-        """Returns the factors of G_i, from the saved inputs and the gradient of the output.
+        """Returns the factors of $G_i$, from the saved inputs and the gradient of the output.
 
         ``active`` says for each name of the matrix's spec whether that parameter is trained.
         """

@@ -171,7 +171,7 @@ class Patches:
 
 
 class _ConvolutionRule(WeightRule):
-    """A convolution: G_i = sum over output positions p of g_ip [patch_ip; 1]^T, for each group."""
+    r"""A convolution: $G_i = \sum_p g_{ip} [\text{patch}_{ip}; 1]^\top$ over output positions $p$, for each group."""
 
     bias_needs_input = False
 

@@ -19,7 +19,7 @@ MIN_UNPADDED_ENTRIES = 2**13
 
 
 def linear_factors(x: Tensor | None, grad: Tensor, active: Active, batch: Batch) -> Outer:
-    """G_i = sum_p g_ip [a_ip; 1]^T for y = W a + b. ``x`` may be None if W is not active.
+    r"""$G_i = \sum_p g_{ip} [a_{ip}; 1]^\top$ for $y = W a + b$. ``x`` may be None if W is not active.
 
     Examples:
         >>> x, grad = torch.randn(8, 3), torch.randn(8, 2)
@@ -37,7 +37,7 @@ def linear_factors(x: Tensor | None, grad: Tensor, active: Active, batch: Batch)
 
 @register_layer(nn.Linear, "torch_geometric.nn.dense.linear.Linear")
 class LinearRule(WeightRule):
-    """y = x W^T + b on input of any number of dimensions: [W b] is (out, in + 1).
+    r"""$y = x W^\top + b$ on input of any number of dimensions: $[W\ b]$ is (out, in + 1).
 
     Examples:
         >>> ngplus.NGPlus(nn.Linear(3, 2)).plan()[0].shape

@@ -20,7 +20,7 @@ from ngplus.fisher.products import CHUNK_BYTES
 
 
 class NormRule(WeightRule):
-    """y = scale * normalized + shift: G_i = [sum_p g_ip * normalized_ip, sum_p g_ip].
+    r"""$y = \gamma \odot \hat x + \beta$: $G_i = [\sum_p g_{ip} \odot \hat x_{ip}, \sum_p g_{ip}]$.
 
     A subclass implements ``normalized`` and ``by_feature``.
 
@@ -166,10 +166,10 @@ class GroupNormRule(_ChannelNormRule):
 
 @register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class BatchNormRule(_ChannelNormRule):
-    """Scale and shift of the channels: (channels, 2). G_i is sample i's term of the gradient of the batch loss.
+    r"""Scale and shift of the channels: (channels, 2). $G_i$ is sample i's term of the gradient of the batch loss.
 
-    The batch statistics depend on all samples, so G_i is not the gradient of the loss of sample i alone. The normalized
-    input is not stored: sum_p g (x - mean) / std = (sum_p g x - mean sum_p g) / std.
+    The batch statistics depend on all samples, so $G_i$ is not the gradient of the loss of sample i alone. The
+    normalized input is not stored: $\sum_p g (x - \mu) / \sigma = (\sum_p g x - \mu \sum_p g) / \sigma$.
 
     Examples:
         >>> ngplus.NGPlus(nn.BatchNorm2d(6)).plan()[0].shape

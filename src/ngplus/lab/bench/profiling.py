@@ -187,7 +187,7 @@ def _print(title: str, shares: dict[str, Shares], console: Console) -> None:
 def _draw(name: str, title: str, shares: dict[str, Shares], out: Path) -> list[Path]:
     """Stacked bars, one for each kind of step; then the same without the model's own passes."""
     with common.conditions():
-        figure, axes = common.canvas(2, 1, (10, 5.5), f"Where a step's time goes: {title}")
+        figure, axes = common.grid(2, 1, (10, 5.5), f"Where a step's time goes: {title}")
         for ax, left_out, label in zip(axes, ((), ("forward", "backward")), ("all", "NG+'s own work"), strict=True):
             kinds = list(reversed(shares))
             start = dict.fromkeys(kinds, 0.0)

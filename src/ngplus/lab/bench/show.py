@@ -87,7 +87,7 @@ def picture(rows: list[Row], measurements: Mapping[str, Measurement], path: Path
         return []
     with common.conditions():
         height = max(3.0, 0.34 * len(asked) + 1.2)
-        figure, axes = common.canvas(1, len(panels), (7.5 * len(panels), height), "ngplus bench")
+        figure, axes = common.grid(1, len(panels), (7.5 * len(panels), height), "ngplus bench")
         for panel, ax in zip(panels, axes, strict=True):
             if panel == "asked":
                 _asked(ax, asked)

@@ -50,9 +50,9 @@ def planned(model: nn.Sequential, p: int, images: Tensor, labels: Tensor) -> dic
 def _step_seconds(model: nn.Module, preconditioner: Any, images: Tensor, labels: Tensor) -> float:
     model.zero_grad()
     F.cross_entropy(model(images), labels).backward()
-    start = time.perf_counter()
+    start = time.process_time()
     preconditioner.step()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def compute(seed: int = 0, small: bool = False) -> Outcome:
@@ -90,9 +90,7 @@ def compute(seed: int = 0, small: bool = False) -> Outcome:
 
 def draw(outcome: Outcome) -> Figure:
     numbers = outcome.numbers
-    figure, axes = common.canvas(
-        1, 3, (13.5, 4.4), f"Blocks of p rows: digits, layer of {numbers['d']} × {numbers['D']}"
-    )
+    figure, axes = common.canvas(3, f"Blocks of p rows: digits, layer of {numbers['d']} × {numbers['D']}")
     p = [row["p"] for row in numbers["costs"]]
     for curve, colour in zip(numbers["dampings"], PALETTE, strict=False):
         rows = curve["rows"]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +40,14 @@ _LOOK: Any = {
     "image.cmap": "viridis", "figure.constrained_layout.use": True, "path.simplify_threshold": 0.5,
 }  # fmt: skip
 
+# What stands for a colour on a dark page, as matplotlib writes colours into SVG.
+_DARK = {
+    "#000000": "#e6e8ee",
+    "#ffffff": "#1b1e27", "#1f2937": "#e6e8ee", "#e5e7eb": "#343b4b", "#9ca3af": "#6b7280", "#6b7280": "#a3acbd",
+    "#0072b2": "#58a6e8", "#d55e00": "#ff8a3d", "#009e73": "#35c29a",
+}  # fmt: skip
+_NARROW = ContextVar("narrow", default=False)
+
 
 class FigureError(Exception):
     """A request that a figure cannot meet; the message says why."""
@@ -51,25 +62,42 @@ class Outcome:
 
 
 @contextmanager
-def conditions() -> Iterator[None]:
+def conditions(narrow: bool = False) -> Iterator[None]:
     """How every figure is made: in the common look, and with one thread, which for matrices this small is faster than
-    two and gives the same sums on every machine."""
+    two and gives the same sums on every machine. ``narrow`` puts all panels in one column, for a phone."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    token = _NARROW.set(narrow)
     try:
         with matplotlib.rc_context(_LOOK):
             yield
     finally:
+        _NARROW.reset(token)
         torch.set_num_threads(threads)
 
 
-def canvas(rows: int, columns: int, size: tuple[float, float], title: str) -> tuple[Figure, list[Axes]]:
+def canvas(panels: int, title: str) -> tuple[Figure, list[Axes]]:
+    """An empty figure for so many panels, two in a row; in a narrow figure, one."""
+    columns = 1 if _NARROW.get() else 2
+    rows = math.ceil(panels / columns)
+    figure, axes = grid(rows, columns, (4.4 * columns, 3.5 * rows + 0.4), textwrap.fill(title, 42 * columns))
+    for ax in axes[panels:]:
+        ax.remove()
+    return figure, axes[:panels]
+
+
+def grid(rows: int, columns: int, size: tuple[float, float], title: str) -> tuple[Figure, list[Axes]]:
     """An empty figure with its axes row by row; no window system is needed."""
     figure = Figure(figsize=size)
     FigureCanvasAgg(figure)
-    grid = figure.subplots(rows, columns, squeeze=False)
+    axes = figure.subplots(rows, columns, squeeze=False)
     figure.suptitle(title, fontsize=12.5, fontweight="bold", x=0.01, ha="left")
-    return figure, [ax for row in grid for ax in row]
+    return figure, [ax for row in axes for ax in row]
+
+
+def dark(svg: str) -> str:
+    """A figure of the common look, in SVG, for a dark page."""
+    return re.sub("|".join(_DARK), lambda found: _DARK[found[0]], svg)
 
 
 def save(name: str, figure: Figure, outcome: Outcome, out: Path) -> list[Path]:

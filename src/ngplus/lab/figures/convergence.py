@@ -235,9 +235,7 @@ def compute(seed: int = 0, small: bool = False) -> Outcome:
 
 
 def draw(outcome: Outcome) -> Figure:
-    figure, axes = common.canvas(
-        2, 2, (11.5, 8.2), r"Convergence of NG+ where $L_\Psi$, $h_1$, $h_2$ and $\sigma$ are known"
-    )
+    figure, axes = common.canvas(4, r"Convergence of NG+ where $L_\Psi$, $h_1$, $h_2$ and $\sigma$ are known")
     theorem, slow, outside = (outcome.numbers[key] for key in ("theorem", "slow", "outside"))
     ax = axes[0]
     for row, colour in zip(theorem["betas"][::2], PALETTE[::2], strict=False):
@@ -246,7 +244,7 @@ def draw(outcome: Outcome) -> Figure:
     ax.set(
         title="Theorem 2: the gradient norm falls",
         xlabel="step k",
-        ylabel="‖∇Ψ(W_k)‖, median (dotted: largest) of runs",
+        ylabel="‖∇Ψ(W_k)‖, median (dotted: largest)",
     )
     ax.legend()
 
@@ -275,7 +273,7 @@ def _bounds(ax: Any, numbers: dict[str, Any], title: str, exponent: Callable[[di
         ax.loglog(k[guide], 1.35 * float(mean[-1]) * (k[guide] / k[-1]) ** rate, color=INK, linewidth=0.8)
     ax.loglog([], [], color=GREY, linestyle="--", linewidth=1.3, label="bound, as the proof gives it")
     ax.loglog([], [], color=GREY, linestyle=":", linewidth=1.3, label="bound, as printed")
-    ax.set(title=title, xlabel="steps N", ylabel="average of ‖∇Ψ(W_k)‖² over the first N steps")
+    ax.set(title=title, xlabel="steps N", ylabel="mean of ‖∇Ψ(W_k)‖² over N steps")
     lowest = min(float(torch.as_tensor(row["average"]).min()) for row in numbers["betas"])
     ax.set_ylim(lowest / 300, None)
     ax.legend(loc="lower left", fontsize=8)

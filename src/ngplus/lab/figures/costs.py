@@ -256,8 +256,7 @@ def compute(seed: int = 0, small: bool = False, model: str | None = None) -> Out
 
 def draw(outcome: Outcome) -> Figure:
     rows = outcome.numbers["models"]
-    height = 3.1 * len(rows) + 0.6
-    figure, axes = common.canvas(len(rows), 4, (13.5, height), "Extra cost of a method, at equal refresh frequency")
+    figure, axes = common.canvas(4 * len(rows), "Extra cost of a method, at equal refresh frequency")
     colours = (BLUE, ORANGE, VERMILION, GREEN)
     bars = (
         ("refresh_flops", "FLOPs of a refresh"),
@@ -277,17 +276,16 @@ def draw(outcome: Outcome) -> Figure:
                 if not value:
                     ax.text(i, min(positive) / 15, "0", fontsize=8, ha="center")
             ax.grid(False, axis="x")
-            ax.set_title(title)
+            ax.set_title(f"{row['model']}: {title}")
             if key == "state_bytes":
                 ax.axhline(row["parameter_bytes"], color=INK, linewidth=0.9, linestyle="--")
                 ax.text(-0.4, row["parameter_bytes"] * 1.2, "the parameters", fontsize=7.5)
-        axes[4 * r].set_ylabel(f"{row['model']}\nbatch {row['samples']}", fontweight="bold")
         ax = axes[4 * r + 3]
         for method, colour in zip(METHODS, colours, strict=True):
             extra = row["methods"][method]["extra_flops_over_forward_and_backward"]
             ax.loglog([int(t) for t in extra], list(extra.values()), "o-", color=colour, label=method)
         ax.axhline(1, color=INK, linewidth=0.9, linestyle="--")
-        ax.set(title="a step / (forward and backward)", xlabel="refresh every T steps")
+        ax.set(title=f"{row['model']}: a step / (forward and backward)", xlabel="refresh every T steps")
         ax.legend(fontsize=7.5)
     return figure
 

@@ -186,7 +186,7 @@ def compute(seed: int = 0, small: bool = False) -> Outcome:
 def draw(outcome: Outcome) -> Figure:
     gaussian, layer = outcome.numbers["gaussian"], outcome.numbers["digits"]
     m, n, count = gaussian["m"], gaussian["n"], gaussian["matrices"]
-    figure, axes = common.canvas(2, 3, (12.5, 7.4), f"GFIM and EFIM: {count:,} Gaussian {m} × {n} matrices, and digits")
+    figure, axes = common.canvas(6, f"GFIM and EFIM: {count:,} Gaussian {m} × {n} matrices, and digits")
     titles = (("gfim", "GFIM / n"), ("block", "EFIM, first diagonal block"), ("difference", "difference"))
     spread = float(outcome.arrays["difference"].abs().max())
     for ax, (key, title) in zip(axes[:3], titles, strict=True):
@@ -202,7 +202,7 @@ def draw(outcome: Outcome) -> Figure:
 
     ax = axes[3]
     samples = [row["samples"] for row in gaussian["error"]]
-    ax.loglog(samples, [row["expected"] for row in gaussian["error"]], color=GREY, label=r"$\sqrt{(m+1)(1-1/n)/N}$")
+    ax.loglog(samples, [row["expected"] for row in gaussian["error"]], color=GREY, label="√((m + 1)(1 − 1/n) / N)")
     ax.loglog(samples, [row["block"] for row in gaussian["error"]], "o", color=BLUE, label="measured")
     ax.set(title="first block: error against samples", xlabel="number of matrices N", ylabel="relative error")
     ax.legend()

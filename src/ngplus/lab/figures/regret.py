@@ -227,9 +227,7 @@ def compute(seed: int = 0, small: bool = False) -> Outcome:
 def draw(outcome: Outcome) -> Figure:
     numbers = outcome.numbers
     m, n = numbers["m"], numbers["n"]
-    figure, axes = common.canvas(
-        1, 3, (14.0, 4.6), f"Regret of online NG+: ½‖Wᵀx − y‖², W in a spectral ball, {m} × {n}"
-    )
+    figure, axes = common.canvas(3, f"Regret of online NG+: ½‖Wᵀx − y‖², W in a spectral ball, {m} × {n}")
     colours = {
         "NG+": BLUE, "NG+, plain projection": SKY, "OGD": ORANGE, "AdaGrad": GREEN, "Shampoo": VERMILION,
     }  # fmt: skip
@@ -244,16 +242,14 @@ def draw(outcome: Outcome) -> Figure:
             ax.loglog(numbers["T"], row["regret_with_best_factor"], ":", color=colours[name], label=label)
     ax.loglog(numbers["T"], numbers["bound"], color=GREY, label="bound for NG+, with m")
     guide = torch.as_tensor(numbers["T"]).double()
-    ax.loglog(guide, 2.5 * guide.sqrt(), color=GREY, linewidth=0.8, linestyle="-.", label=r"a line as $\sqrt{T}$")
+    ax.loglog(guide, 2.5 * guide.sqrt(), color=GREY, linewidth=0.8, linestyle="-.", label="a line as √T")
     ax.set(title="regret against T", xlabel="rounds T", ylabel="regret against the best fixed W")
     ax.set_ylim(None, 20 * ax.get_ylim()[1])
     ax.legend(fontsize=7.8, ncols=2, loc="upper left")
 
     ax = axes[1]
     ax.semilogx(numbers["T"], numbers["curves"]["NG+"]["regret"], color=BLUE, label="NG+, regret")
-    ax.semilogx(
-        numbers["T"], numbers["potential"], color=PURPLE, label=r"$\frac{1}{2\alpha}\sum\|G_t\|^2_{L_t^{-1}}+1$"
-    )
+    ax.semilogx(numbers["T"], numbers["potential"], color=PURPLE, label="Σ‖G_t‖² / 2α + 1, norm of L_t⁻¹")
     ax.semilogx(numbers["T"], numbers["bound"], color=GREY, linestyle=":", label="bound with m")
     ax.semilogx(numbers["T"], numbers["bound_with_n"], color=VERMILION, linestyle=":", label="with n, as printed")
     ax.set(title="logarithmic: a line over log T", xlabel="rounds T", ylabel="regret and its bounds")

@@ -121,7 +121,7 @@ def compute(seed: int = 0, small: bool = False) -> Outcome:
 
 def draw(outcome: Outcome) -> Figure:
     product, least = outcome.numbers["product"], outcome.numbers["least_squares"]
-    figure, axes = common.canvas(1, 3, (13.5, 4.4), "Sketches on gradients of a digits network")
+    figure, axes = common.canvas(3, "Sketches on gradients of a digits network")
     ax = axes[0]
     _lines(ax, product["rows"], "error", logarithmic=True)
     q = [row["q"] for row in product["rows"]]

@@ -98,7 +98,7 @@ def draw(outcome: Outcome) -> Figure:
     title = (
         f"Multi-step: {numbers['steps']} steps on digits, batch {numbers['batch']}, mean of {numbers['seeds']} seeds"
     )
-    figure, axes = common.canvas(1, 3, (13.5, 4.4), title)
+    figure, axes = common.canvas(3, title)
     for method, rows in numbers["methods"].items():
         colour, every = COLOURS[method], [row["T"] for row in rows]
         low = [max(row["loss"] - row["loss_spread"], 1e-6) for row in rows]
