@@ -32,7 +32,8 @@ def dom_in_chromium(page: Path, width: int, dark: bool, milliseconds: int) -> st
     """What a browser makes of a page after that time; its profile is put beside the page."""
     command = [
         str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-        "--disable-component-update", "--disable-sync", "--no-first-run", "--hide-scrollbars",
+        "--disable-component-update", "--disable-sync", "--disable-quic", "--host-resolver-rules=MAP * ~NOTFOUND",
+        "--no-first-run", "--hide-scrollbars",
         "--allow-file-access-from-files", f"--user-data-dir={page.parent / 'profile'}", f"--window-size={width},1200",
         f"--blink-settings=preferredColorScheme={0 if dark else 1}", f"--virtual-time-budget={milliseconds}",
         "--dump-dom", page.as_uri(),
