@@ -222,4 +222,7 @@ def test_the_runs_can_be_downloaded(screen: Page) -> None:
     assert len(rows) == sum(len(one.metrics) for one in found)
     assert {row["optimizer"] for row in rows} == {"ngadam", HOSTILE, "'=1+1", "sgd", "adam"}  # no formula
     assert float(rows[1]["train_loss"]) == made()[0].metrics[1]["train_loss"]
+    screen.draw_all()
+    screen.click(".modebar-btn[data-title*=PNG]")
+    until(lambda: bool(list(screen.folder.glob("The title*Validation accuracy.png"))))
     assert_quiet(screen, opened=False)

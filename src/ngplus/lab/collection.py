@@ -99,8 +99,8 @@ def write(path: Path, runs: Iterable[Run]) -> None:
     write_atomically(path, text(runs).encode())
 
 
-def text(runs: Iterable[Run]) -> str:
-    """The content of a collection."""
+def text(runs: Iterable[Run], tables: Any = None) -> str:
+    """The content of a collection. ``tables``: what was made of the runs, for who reads them."""
     tuning: list[Any] = []
     lines = []
     for run in runs:
@@ -119,7 +119,8 @@ def text(runs: Iterable[Run]) -> str:
         }
         lines.append(json.dumps(plain(entry), allow_nan=False))
     told = json.dumps(plain(tuning), allow_nan=False)
-    return f'{{"format": {FORMAT},\n"tuning": {told},\n"runs": [\n' + ",\n".join(lines) + "\n]}\n"
+    more = "" if tables is None else f'"tables": {json.dumps(plain(tables), allow_nan=False)},\n'
+    return f'{{"format": {FORMAT},\n{more}"tuning": {told},\n"runs": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
 def read(path: Path) -> list[Run]:

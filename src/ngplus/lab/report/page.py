@@ -92,7 +92,7 @@ def _section(number: int, section: Section) -> str:
     charts = "".join(
         f"<figure><h3>{escape(chart.title)} over {escape(chart.x_label)}</h3>"
         f'<div class="axes">log: {_box("x", chart.x_label)}{_box("y", "values", chart.logarithmic)}</div>'
-        f'<div class="chart" role="img" aria-label="{escape(f"{chart.title} over {chart.x_label}")}"></div></figure>'
+        f'<div class="chart" role="group" aria-label="{escape(f"{chart.title} over {chart.x_label}")}"></div></figure>'
         for chart in section.charts
     )
     notes = "<br>".join(escape(line) for line in summary.caption(section.runs).split("\n"))
@@ -107,16 +107,16 @@ def _section(number: int, section: Section) -> str:
 
 
 def _box(value: str, label: str, checked: bool = False) -> str:
-    return f'<label><input type="checkbox" value="{value}"{" checked" * checked}> {escape(label)}</label>'
+    return f'<label><input type="checkbox" value="{value}" autocomplete="off"{" checked" * checked}> {escape(label)}</label>'
 
 
 def _legend(section: Section) -> str:
     labels = [
-        f'<label class="c{place % COLOURS} d{place // COLOURS % 4}"><input type="checkbox" value="{place}" checked>'
+        f'<label class="c{place % COLOURS} d{place // COLOURS % 4}"><input type="checkbox" value="{place}" autocomplete="off" checked>'
         f"<i></i><span>{escape(name)}</span></label>"
         for name, place in section.places.items()
     ]
-    labels.append('<label><input type="checkbox" name="seeds"><span>each seed</span></label>')
+    labels.append('<label><input type="checkbox" name="seeds" autocomplete="off"><span>each seed</span></label>')
     return f'<div class="legend">{"".join(labels)}</div>'
 
 

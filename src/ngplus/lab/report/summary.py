@@ -40,7 +40,7 @@ def sort_keys(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def document(runs: Sequence[Run]) -> dict[str, Any]:
-    """The table and its conditions for a program. ``runs`` are of one workload and size."""
+    """The table and its conditions, for a program. ``runs`` are of one workload and size."""
     config, scores = runs[0].config, score_names(runs)
     conditions = {name: getattr(config, name) for name in ("workload", "preset", "measure", "higher_is_better")}
     targets = {run.config.target for run in runs}
