@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from helpers.project import CHROMIUM
-
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
 DRIVER = shutil.which("chromedriver")
 needs_browser = pytest.mark.skipif(
     CHROMIUM is None or DRIVER is None or find_spec("selenium") is None,
