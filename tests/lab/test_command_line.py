@@ -62,9 +62,12 @@ def test_an_interrupted_run_is_called_so(number: signal.Signals, monkeypatch: py
 def test_an_end_before_the_first_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """As SIGTERM is while data are read."""
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(settings, "open_task", lambda *arguments: signal.raise_signal(signal.SIGTERM))
-    for name in ("train", "compare", "tune"):
-        assert "Interrupted" in ngplus(name, "digits", *SHORT, code=130)
+    with monkeypatch.context() as patch:
+        patch.setattr(settings, "open_task", lambda *arguments: signal.raise_signal(signal.SIGTERM))
+        for name in ("train", "compare", "tune"):
+            assert "Interrupted" in ngplus(name, "digits", *SHORT, code=130)
+    monkeypatch.setitem(sys.modules, "ngplus.lab.workloads", Slow("ngplus.lab.workloads"))  # torch is being imported
+    assert "Interrupted" in ngplus("plan", "digits", code=130)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -103,11 +106,14 @@ def test_json_is_in_the_help() -> None:
         assert "nowhere" in result.stderr
 
 
-def test_ctrl_c_while_the_command_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow(ModuleType):
-        def __getattr__(self, name: str) -> Any:
-            raise KeyboardInterrupt
+class Slow(ModuleType):
+    """A module that is interrupted while it is imported."""
 
+    def __getattr__(self, name: str) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_the_command_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ngplus.lab.cli", Slow("ngplus.lab.cli"))
     with pytest.raises(SystemExit) as ended:
         lab.main()

@@ -57,6 +57,9 @@ def friendly(console: Console) -> Iterator[None]:
 
             yield
             sys.stdout.flush()
+    except KeyboardInterrupt:  # the first clause: the errors below may not be imported yet
+        Console(stderr=True).print("Interrupted")
+        raise typer.Exit(130) from None
     except BrokenPipeError:  # whoever reads has seen enough, as head has: typer ends without a word
         raise
     except (DataError, RunError, ValueError, ModuleNotFoundError, OSError) as error:
@@ -70,9 +73,6 @@ def friendly(console: Console) -> Iterator[None]:
             f"[bold red]Error:[/bold red] {shown(text)}", highlight=False, soft_wrap=not console.is_terminal
         )
         raise typer.Exit(2) from error
-    except KeyboardInterrupt:
-        Console(stderr=True).print("Interrupted")
-        raise typer.Exit(130) from None
 
 
 @contextmanager

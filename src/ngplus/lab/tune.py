@@ -159,7 +159,6 @@ def make_trial(plan: Plan, patient: bool, task: Task, device: str, board: termin
                 trial.set_user_attr("cut short", True)
             scores.append(score(config, result, plan.objective))
     except KeyboardInterrupt:  # else other processes would wait for it
-        trial.set_user_attr("interrupted", True)
         study.tell(trial, state=optuna.trial.TrialState.FAIL)
         raise
     trial.set_user_attr("scores", scores)
