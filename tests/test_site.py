@@ -14,28 +14,17 @@ from pathlib import Path
 import pytest
 
 import ngplus
-from helpers.project import ROOT, dom_in_chromium, needs_chromium
+from helpers.browser import browser, needs_browser, set_scheme
+from helpers.project import ROOT
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra ngplus[docs]")
 
-# A page that opens all the others, one after the other, and writes what the browser has made of each into its own body.
-PROBE = """<!DOCTYPE html><body><pre id="found"></pre><iframe id="frame" style="width:WIDTHpx;height:800px;border:0">
-</iframe><script>
-const pages = PAGES, found = {}, frame = document.getElementById("frame");
-const next = () => {
-  const page = pages.shift();
-  if (!page) { document.getElementById("found").textContent = JSON.stringify(found); return; }
-  frame.onload = () => {
-    const inside = frame.contentDocument, root = inside.documentElement;
-    found[page] = {
-      title: inside.title, overflow: root.scrollWidth - root.clientWidth,
-      broken: [...inside.images].filter(i => !(i.complete && i.naturalWidth)).map(i => i.src),
-      back: getComputedStyle(inside.body).backgroundColor, size: inside.querySelector("article").innerText.length};
-    next();
-  };
-  frame.src = page;
-};
-next();</script>"""
+SEEN = """
+const root = document.documentElement;
+return {
+  title: document.title, overflow: root.scrollWidth - root.clientWidth,
+  broken: [...document.images].filter((one) => !(one.complete && one.naturalWidth)).map((one) => one.src),
+  back: getComputedStyle(document.body).backgroundColor, size: document.querySelector("article").innerText.length};"""
 
 
 @pytest.fixture(scope="module")
@@ -126,21 +115,19 @@ def test_pictures_follow_the_scheme_of_the_site(site: Path) -> None:
     assert seen == 10
 
 
-@needs_chromium
-@pytest.mark.parametrize(("width", "dark"), [(390, True), (1400, False)])
-def test_in_chromium(site: Path, width: int, dark: bool, tmp_path: Path) -> None:
+@needs_browser
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1400, "light")])
+def test_in_a_browser(site: Path, width: int, scheme: str, tmp_path: Path) -> None:
     """Every page fits a phone and a wide screen, shows its pictures, and is light or dark as the system is."""
     pages = [path.as_uri() for path in sorted(site.rglob("*.html")) if path.name != "404.html"]
-    probe = tmp_path / "probe.html"
-    probe.write_text(PROBE.replace("WIDTH", str(width)).replace("PAGES", json.dumps(pages)))
-    dom = dom_in_chromium(probe, 1600, dark, 60_000)
-    answer = re.search(r'<pre id="found">(.*?)</pre>', dom, re.S)
-    assert answer is not None, dom[-2000:]
-    found = json.loads(unescape(answer[1]))
-    assert set(found) == set(pages)
-    for page, seen in found.items():
-        assert seen["size"] > 100, page
-        assert seen["overflow"] <= 0, f"{page} is wider than a screen of {width} pixels"
-        assert not seen["broken"], f"{page} has pictures that do not show: {seen['broken']}"
-        shades = [int(number) for number in re.findall(r"\d+", seen["back"])[:3]]
-        assert (sum(shades) < 300) is dark, f"{page}: {seen['back']}"
+    assert len(pages) > 20
+    with browser(tmp_path, width, phone=width < 500) as driver:
+        set_scheme(driver, scheme)
+        for page in pages:
+            driver.get(page)
+            seen = driver.execute_script(SEEN)
+            assert seen["size"] > 100, page
+            assert seen["overflow"] <= 0, f"{page} is wider than a screen of {width} pixels"
+            assert not seen["broken"], f"{page} has pictures that do not show: {seen['broken']}"
+            shades = [int(number) for number in re.findall(r"\d+", seen["back"])[:3]]
+            assert (sum(shades) < 300) is (scheme == "dark"), f"{page}: {seen['back']}"

@@ -1,21 +1,13 @@
-"""The project's own folder, its scripts as modules, and a browser for its pages."""
+"""The project's own folder, and its scripts as modules."""
 
 from __future__ import annotations
 
 import importlib.util
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
 
 def load_tool(name: str) -> ModuleType:
@@ -26,15 +18,3 @@ def load_tool(name: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def dom_in_chromium(page: Path, width: int, dark: bool, milliseconds: int) -> str:
-    """What a browser makes of a page after that time; its profile is put beside the page."""
-    command = [
-        str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-        "--disable-component-update", "--disable-sync", "--no-first-run", "--hide-scrollbars",
-        "--allow-file-access-from-files", f"--user-data-dir={page.parent / 'profile'}", f"--window-size={width},1200",
-        f"--blink-settings=preferredColorScheme={0 if dark else 1}", f"--virtual-time-budget={milliseconds}",
-        "--dump-dom", page.as_uri(),
-    ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=120).stdout

@@ -20,6 +20,13 @@ def ngplus(*arguments: str, code: int = 0) -> str:
     return " ".join(result.output.split())
 
 
+def document(*arguments: str, code: int = 0) -> Any:
+    """What the command prints with --json, and nothing else, on standard output."""
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == code, (result.output, result.exception)
+    return json.loads(result.stdout)
+
+
 def trials_of(name: str) -> list[dict[str, Any]]:
     """Of an optimizer, as they are in the settings that were tuned."""
     held = json.loads(Path("presets/digits.json").read_text())["presets"]["small"][name]

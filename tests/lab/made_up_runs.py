@@ -11,6 +11,8 @@ from typing import Any
 from ngplus.lab import runs
 from ngplus.lab.runs import Config, Run, summarise
 
+HOSTILE = '"><script>document.title="hacked"</script><img src=x onerror=alert(1)>$\\frac{&#x27;\x1b[31m\u202e'
+
 
 def run(optimizer: str = "ngadam", seed: int = 0, rate: float = 0.1, **changes: Any) -> Run:
     """A made-up run whose loss falls as exp(-rate * step)."""
@@ -41,6 +43,20 @@ def run(optimizer: str = "ngadam", seed: int = 0, rate: float = 0.1, **changes: 
         metrics.append(row)
     result = summarise(config, metrics, 50, 1.0, 12345, "finished")
     return Run(Path(f"{optimizer}-{seed}"), config, {"torch": "2"}, metrics, result)
+
+
+def diverged(optimizer: str, seed: int = 0, after: int = 12) -> Run:
+    """A made-up run whose loss grows tenfold with each step from some step on, up to 1e17."""
+    made = run(optimizer, seed)
+    metrics: runs.Metrics = []
+    for row in made.metrics[: after + 18]:
+        factor = 10.0 ** max(0, row["step"] - after)
+        grown = {name: row[name] * factor for name in ("train_loss", "loss") if name in row}
+        worse = {"accuracy": row["accuracy"] / factor} if "accuracy" in row else {}
+        metrics.append({**row, **grown, **worse})
+    last = int(metrics[-1]["step"])
+    result = summarise(made.config, metrics, last, 0.02 * last, 12345, "diverged", "the loss became inf")
+    return replace(made, metrics=metrics, result=result)
 
 
 def save(folder: Path, made: Run) -> None:

@@ -252,6 +252,15 @@ def test_the_markdown_table_comes_from_the_file() -> None:
     assert not Path("bench/bench.png").exists()
 
 
+def test_json_has_the_rows_of_the_file() -> None:
+    measuring.keep(Path("bench/bench.json"), {"resnet": made_up(RESNET)})
+    result = CliRunner().invoke(app, ["bench", "step", "--show", "--json"])
+    held = [row for row in json.loads(Path("bench/bench.json").read_text())["rows"] if row["row"] == "step"]
+    assert json.loads(result.stdout) == {"rows": held}
+    assert "ngplus bench" in result.stderr
+    assert "--json is for the rows" in command("step", "--table", "--json", code=2)
+
+
 def test_what_the_command_refuses() -> None:
     assert "did you mean 'memory'" in command("memry", code=2)
     assert "no measurements" in command("step", "--table", code=2)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("optuna")
+pytest.importorskip("plotly")
 pytest.importorskip("sklearn")
 pytest.importorskip("tensorboard")
 pytest.importorskip("typer")
@@ -25,9 +22,8 @@ from commands import SHORT, ngplus, trials_of
 from rich.console import Console
 from typer.testing import CliRunner
 
-from ngplus import lab
 from ngplus.lab import collection, loop, presets, runs, terminal, workloads
-from ngplus.lab.cli import COMMANDS, app, load
+from ngplus.lab.cli import app
 from ngplus.lab.workloads.digits import Digits
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -73,73 +69,6 @@ def test_what_cannot_be_done_is_said_in_a_line_and_leaves_no_folder(arguments: l
     assert [path.name for path in Path().iterdir()] == ["file"]
 
 
-def test_ctrl_c_is_told_by_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = loop._train_step
-
-    def interrupted(*arguments: Any) -> float:
-        signal.raise_signal(signal.SIGINT)
-        return real(*arguments)
-
-    monkeypatch.setattr(loop, "_train_step", interrupted)
-    said = ngplus("train", "digits", *SHORT, code=130)
-    assert "interrupted" in said
-    assert "the same command with --resume" in said
-    said = ngplus("compare", "digits", "--optimizers", "sgd,adam", "--seeds", "1", *SHORT, code=130)
-    assert "the same command goes on" in said
-
-
-def test_ctrl_c_while_the_command_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow(ModuleType):
-        def __getattr__(self, name: str) -> Any:
-            raise KeyboardInterrupt
-
-    monkeypatch.setitem(sys.modules, "ngplus.lab.cli", Slow("ngplus.lab.cli"))
-    with pytest.raises(SystemExit) as ended:
-        lab.main()
-    assert ended.value.code == 130
-
-
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    command = [sys.executable, "-m", "ngplus", "plan", "digits"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as made:
-        assert made.stdout is not None
-        assert made.stderr is not None
-        made.stdout.close()
-        assert made.stderr.read() == b""
-
-
-def test_help_and_completion_do_not_import_torch() -> None:
-    code = """
-import sys
-from typer.testing import CliRunner
-from ngplus.lab.cli import COMMANDS, app
-for arguments in (["--help"], *([name, "--help"] for name in COMMANDS)):
-    assert CliRunner().invoke(app, arguments).exit_code == 0, arguments
-completed = CliRunner().invoke(
-    app, [], prog_name="ngplus", env={"_NGPLUS_COMPLETE": "complete_bash", "COMP_WORDS": "ngplus t", "COMP_CWORD": "1"}
-)
-print(completed.output.split())
-print("torch" in sys.modules)
-"""
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert made.stdout.split("\n")[:2] == ["['train', 'tune']", "False"], made
-
-
-def test_the_list_of_commands_has_the_first_sentence_of_their_help() -> None:
-    for name, (_, summary) in COMMANDS.items():
-        assert load(name).help.split("\n")[0] == summary
-        assert summary[:40] in ngplus("--help").replace("│", "")
-
-
-def test_flags_have_no_value_in_the_help() -> None:
-    for arguments in (["--help"], *([name, "--help"] for name in COMMANDS)):
-        assert "<bool>" not in ngplus(*arguments)
-
-
-def test_an_unknown_command_is_answered_by_the_nearest_one() -> None:
-    assert "Did you mean 'train'?" in ngplus("trian", code=2)
-
-
 def test_the_version_is_told() -> None:
     assert torch.__version__ in ngplus("--version")
 
@@ -174,7 +103,7 @@ def test_a_narrow_terminal_cuts_no_name(monkeypatch: pytest.MonkeyPatch) -> None
     arguments = ["compare", "digits", "--optimizers", "shampoo,adam", "--seeds", "2", *SHORT]
     assert "best" in ngplus(*arguments)
     for width, gone, kept in ((96, "best", "state"), (80, "best", "ms a step"), (66, "ms a step", "at the end")):
-        monkeypatch.setattr(terminal, "make_console", lambda width=width: Console(width=width))
+        monkeypatch.setattr(terminal, "make_console", lambda as_json, width=width: Console(width=width))
         table = ngplus(*arguments).partition("┏")[2].partition("└")[0]
         assert "shampoo" in table
         assert "…" not in table

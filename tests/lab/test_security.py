@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("tensorboard")
+pytest.importorskip("plotly")
 pytest.importorskip("typer")
 
 from typer.testing import CliRunner

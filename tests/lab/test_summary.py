@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("matplotlib")
+pytest.importorskip("plotly")
 pytest.importorskip("typer")
 
 from made_up_runs import run, save

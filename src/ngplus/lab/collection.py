@@ -80,14 +80,27 @@ def thinned(run: Run) -> Run:
             total, weight = total + count * row["train_loss"], weight + count
         if run.config.measure in row:
             mean = {"train_loss": total / weight} if weight else {}
-            kept.append({key: _short(value) for key, value in {**row, **mean}.items()})
+            kept.append({key: six_digits(value) for key, value in {**row, **mean}.items()})
             total, weight = 0.0, 0
-    shown = {key: value for key, value in run.environment.items() if key != "command"}  # it has paths of the machine
-    return replace(run, environment=shown, metrics=kept)
+    return replace(without_command(run), metrics=kept)
+
+
+def without_command(run: Run) -> Run:
+    """The command has paths of the machine."""
+    return replace(run, environment={key: value for key, value in run.environment.items() if key != "command"})
+
+
+def six_digits(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def write(path: Path, runs: Iterable[Run]) -> None:
     """All runs in one file, to keep or to send."""
+    write_atomically(path, text(runs).encode())
+
+
+def text(runs: Iterable[Run], tables: Any = None) -> str:
+    """The content of a collection. ``tables``: what was made of the runs, for who reads them."""
     tuning: list[Any] = []
     lines = []
     for run in runs:
@@ -106,8 +119,8 @@ def write(path: Path, runs: Iterable[Run]) -> None:
         }
         lines.append(json.dumps(plain(entry), allow_nan=False))
     told = json.dumps(plain(tuning), allow_nan=False)
-    text = f'{{"format": {FORMAT},\n"tuning": {told},\n"runs": [\n' + ",\n".join(lines) + "\n]}\n"
-    write_atomically(path, text.encode())
+    more = "" if tables is None else f'"tables": {json.dumps(plain(tables), allow_nan=False)},\n'
+    return f'{{"format": {FORMAT},\n{more}"tuning": {told},\n"runs": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
 def read(path: Path) -> list[Run]:
@@ -146,7 +159,3 @@ def _rows(columns: Any, path: Path) -> Metrics:
         raise RunError(f"{path} has metrics without step and seconds. {ANEW}")
     count = len(columns.get("step", []))
     return [{name: column[k] for name, column in columns.items() if column[k] is not None} for k in range(count)]
-
-
-def _short(value: Any) -> Any:
-    return float(f"{value:.6g}") if isinstance(value, float) else value

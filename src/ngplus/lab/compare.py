@@ -38,6 +38,7 @@ def compare(
     threads: options.Threads = None,
     device: options.Device = "cpu",
     presets: options.PresetFolder = None,
+    as_json: options.Json = False,
     *,
     changes: dict[str, Any],
 ) -> None:
@@ -50,11 +51,13 @@ def compare(
     version of the code; --fresh makes them again. Several workloads come one after the other, each with a folder of its
     own in --out.
 
+    --json prints the table of each workload, and its runs.
+
     ngplus compare digits
 
     ngplus compare autoencoder --optimizers adamw,soap,ngplus --seeds 5
     """
-    console = terminal.make_console()
+    console = terminal.make_console(as_json)
     with terminal.friendly(console):
         from ngplus.lab import optimizers as known
         from ngplus.lab import processes
@@ -76,13 +79,25 @@ def compare(
             settings.check_out(root)
             _check_folders(configs, fresh)
             parts.append((chosen, settings.open_task(chosen, size, data), configs, root))
+        done: list[list[Run]] = []
         with processes.group(device):
             for chosen, task, configs, root in parts:
                 runs, going_on = _make(configs, task, device, console)
+                done.append(runs)
                 if terminal.is_first():
                     _show(console, chosen.title, runs, len(configs), root)
                 if not going_on:
-                    raise typer.Exit(130)
+                    break
+        if as_json and terminal.is_first():
+            terminal.print_json([_document(runs) for runs in done if runs])
+        if not going_on:
+            raise typer.Exit(130)
+
+
+def _document(runs: list[Run]) -> dict[str, Any]:
+    from ngplus.lab.report import summary
+
+    return {**summary.document(runs), "runs": [run.as_dict() for run in runs]}
 
 
 def _check_folders(configs: dict[Path, Config], fresh: bool) -> None:

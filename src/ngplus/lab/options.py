@@ -50,6 +50,10 @@ Device = Annotated[str, typer.Option(help="Where the model lives: cpu, cuda, cud
 PresetFolder = Annotated[
     Path | None, typer.Option("--presets", help="The folder of tuned settings; ./presets where not given.")
 ]
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON document on standard output; all else goes to standard error."),
+]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Examples of a batch, for each process.")]
 
 # What a user may change of a workload's preset.

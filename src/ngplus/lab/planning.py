@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,7 +37,7 @@ def plan(
     distribution: Annotated[
         list[str] | None, typer.Option(help="With --ranks: communication, memory or sharded (FSDP2).")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Show NG+'s plan for a model: shapes, sides, solvers, bytes of state, FLOPs of a step and of a refresh.
 
@@ -53,7 +52,7 @@ def plan(
 
     ngplus plan ngplus.lab.scale:transformer_1b3 --ranks 8 --ranks 512 --distribution sharded
     """
-    console = terminal.make_console()
+    console = terminal.make_console(as_json)
     with terminal.friendly(console):
         if distribution and not ranks:
             raise ValueError("--distribution goes with --ranks: what one of so many ranks carries")
@@ -64,9 +63,10 @@ def plan(
         # print, not rich: the table is as wide as it is
         if ranks:
             loads = [found.on_ranks(count, how) for how in distribution or ["communication"] for count in ranks]
-            print(json.dumps([asdict(load) for load in loads], indent=1) if as_json else _table(loads))
+        if as_json:
+            terminal.print_json([asdict(load) for load in loads] if ranks else found.as_dicts())
         else:
-            print(json.dumps(found.as_dicts(), indent=1) if as_json else found)
+            print(_table(loads) if ranks else found)
 
 
 def _of_model(

@@ -130,6 +130,15 @@ class Run:
     metrics: Metrics
     result: Result | None
 
+    def as_dict(self) -> dict[str, Any]:
+        """Without the metrics."""
+        return {
+            "folder": str(self.path),
+            "config": self.config.as_dict(),
+            "environment": dict(self.environment),
+            "result": None if self.result is None else asdict(self.result),
+        }
+
 
 def summarise(
     config: Config, metrics: Metrics, step: int, seconds: float, state_bytes: int, status: str, reason: str = ""

@@ -129,6 +129,12 @@ class Plan:
         """Settings, changes of the run (none), and how they were found, for the preset and the report."""
         return self.hyper(self.winner()[0]), {}, story(self)
 
+    def document(self, path: Path) -> dict[str, Any]:
+        """What was found, for a program, and the preset that has it."""
+        winner, value = self.winner()
+        found = {"workload": self.base.workload, "preset": self.base.preset, "optimizer": self.optimizer.name}
+        return {**found, "hyper": self.hyper(winner), "score": value, "file": str(path), "tuning": story(self)}
+
     def sentence(self) -> str:
         winner, value = self.winner()
         found = ", ".join(f"{key} {value:.4g}" for key, value in self.hyper(winner).items())

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -25,9 +28,18 @@ def paragraphs(command: Callable[..., None]) -> str:
     return "\n\n".join(" ".join(block.split("\n")) for block in blocks)
 
 
-def make_console() -> Console:
-    console = Console(stderr=False)
-    return console if console.is_terminal else Console(width=120)  # into a file or a pipe: as wide as the tables
+def make_console(as_json: bool = False) -> Console:
+    """Standard output; standard error where that is for a JSON document."""
+    console = Console(stderr=as_json)
+    if not console.is_terminal:  # a file or a pipe: as wide as the tables
+        console = Console(stderr=as_json, width=120)
+    return console
+
+
+def print_json(document: Any) -> None:
+    from ngplus.lab.runs import plain
+
+    print(json.dumps(plain(document), indent=1, allow_nan=False))
 
 
 def is_first() -> bool:
@@ -37,13 +49,17 @@ def is_first() -> bool:
 
 @contextmanager
 def friendly(console: Console) -> Iterator[None]:
-    """What the user can mend becomes a sentence, and the exit code 2."""
-    from ngplus.lab.runs import RunError
-    from ngplus.lab.workloads import DataError
-
+    """What the user can mend becomes a sentence, and the exit code 2; Ctrl-C and SIGTERM the exit code 130."""
     try:
-        yield
-        sys.stdout.flush()
+        with _terminable():
+            from ngplus.lab.runs import RunError
+            from ngplus.lab.workloads import DataError
+
+            yield
+            sys.stdout.flush()
+    except KeyboardInterrupt:  # the first clause: the errors below may not be imported yet
+        Console(stderr=True).print("Interrupted")
+        raise typer.Exit(130) from None
     except BrokenPipeError:  # whoever reads has seen enough, as head has: typer ends without a word
         raise
     except (DataError, RunError, ValueError, ModuleNotFoundError, OSError) as error:
@@ -57,9 +73,21 @@ def friendly(console: Console) -> Iterator[None]:
             f"[bold red]Error:[/bold red] {shown(text)}", highlight=False, soft_wrap=not console.is_terminal
         )
         raise typer.Exit(2) from error
-    except KeyboardInterrupt:
-        Console(stderr=True).print("Interrupted")
-        raise typer.Exit(130) from None
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does. Processes of torchrun may wait for each other where no handler runs: it
+    kills them."""
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if not alone or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def shown(text: str) -> str:

@@ -39,6 +39,7 @@ def train(
     threads: options.Threads = None,
     device: options.Device = "cpu",
     presets: options.PresetFolder = None,
+    as_json: options.Json = False,
     *,
     changes: dict[str, Any],
 ) -> None:
@@ -47,11 +48,13 @@ def train(
     Killed? The same command with --resume goes on to the same curve. Ctrl-C ends it after the step it is in. Many
     processes: torchrun --nproc-per-node 2 --no-python ngplus train WORKLOAD …
 
+    --json prints the run: its folder, config, environment and result. Its metrics are in the folder.
+
     ngplus train digits --optimizer adamw --lr 0.01 --seed 1
     """
-    console = terminal.make_console()
+    console = terminal.make_console(as_json)
     with terminal.friendly(console):
-        from ngplus.lab import loop
+        from ngplus.lab import loop, runs
 
         settings.use_threads(threads, preset)
         settings.check_presets(presets)
@@ -74,6 +77,8 @@ def train(
             )
             board.end(config, result)
         if terminal.is_first():
+            if as_json:
+                terminal.print_json(runs.load(folder).as_dict())
             line = f"{terminal.shown(str(folder))}: [bold]{terminal.sentence(config, result)}[/bold]"
             console.print(line, highlight=False, soft_wrap=True)
             hyper = ", ".join(f"{key} {value}" for key, value in config.hyper.items() if value is not None)

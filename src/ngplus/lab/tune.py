@@ -62,6 +62,7 @@ def tune(
     threads: options.Threads = None,
     device: options.Device = "cpu",
     presets: options.PresetFolder = None,
+    as_json: options.Json = False,
     *,
     changes: dict[str, Any],
 ) -> None:
@@ -74,11 +75,13 @@ def tune(
     machines with a database URL, share the trials of a study. The best settings go into presets/WORKLOAD.json with all
     trials of the study, and train and compare take them from there.
 
+    --json prints, for each study that has ended, the best settings, their score, the file and all trials.
+
     ngplus tune digits --optimizer all --trials 12
 
     ngplus tune criteo,qm9 --optimizer adamw,soap,ngplus --limit 120
     """
-    console = terminal.make_console()
+    console = terminal.make_console(as_json)
     with terminal.friendly(console):
         from ngplus.lab import optimizers as known
         from ngplus.lab import presets as tuned
@@ -103,19 +106,30 @@ def tune(
             scales = measure(task, TUNING_SEED, device)
             plans = [Plan(*one, trials, finalists, seed, seeds, objective, limit, scales) for one in opened]
             parts.append((task, plans))
-        written: set[str] = set()
-        # What other processes are at is left to them at first; at the end it is made here if it never came.
-        for patient in (True, False):
-            for task, plans in parts:
-                for plan in plans:
-                    with terminal.bars(console, plan.most_runs()) as board:
-                        while plan.missing(patient) > 0:
-                            make_trial(plan, patient, task, device, board)
-                        make_finals(plan, patient, task, device, board)
-                    if plan.ended() and plan.study.study_name not in written:
-                        written.add(plan.study.study_name)
-                        path = tuned.store(plan.base, tuned.Tuned(*plan.best()), presets)
-                        console.print(f"{plan.sentence()}; written to {terminal.shown(str(path))}", highlight=False)
+        written: dict[str, dict[str, Any]] = {}
+        interrupted = False
+        try:
+            # What other processes are at is left to them at first; at the end it is made here if it never came.
+            for patient in (True, False):
+                for task, plans in parts:
+                    for plan in plans:
+                        with terminal.bars(console, plan.most_runs()) as board:
+                            while plan.missing(patient) > 0:
+                                make_trial(plan, patient, task, device, board)
+                            make_finals(plan, patient, task, device, board)
+                        if plan.ended() and plan.study.study_name not in written:
+                            path = tuned.store(plan.base, tuned.Tuned(*plan.best()), presets)
+                            written[plan.study.study_name] = plan.document(path)
+                            told = f"{plan.sentence()}; written to {terminal.shown(str(path))}"
+                            console.print(told, highlight=False)
+        except KeyboardInterrupt:
+            interrupted = True
+        if as_json:
+            terminal.print_json(list(written.values()))
+        if interrupted:
+            told = f"Interrupted: {terminal.shown(storage)} has the trials that ended, and the same command goes on"
+            console.print(told, highlight=False, soft_wrap=True)
+            raise typer.Exit(130)
         left = [plan.study.study_name for _, plans in parts for plan in plans if plan.study.study_name not in written]
         if left:
             console.print(f"Another process is still at {', '.join(left)}: the same command goes on", highlight=False)
@@ -133,16 +147,20 @@ def make_trial(plan: Plan, patient: bool, task: Task, device: str, board: termin
         return
     study.sampler = sampler(opening(plan.optimizer, place), plan.seed, trial.number)
     study.pruner = pruner(base.steps)
-    for name, r in plan.optimizer.ranges.items():
-        trial.suggest_float(coordinate(name, r), r.low, r.high, log=r.log)
-    hyper = plan.hyper(trial)
-    scores = []
-    for number in range(plan.seeds):
-        config = replace(base, hyper={**base.hyper, **hyper}, seed=TUNING_SEED + number)
-        result = make_run(config, task, device, board, stopper(plan, trial, config))
-        if result.reason in (BEATEN, BEHIND):
-            trial.set_user_attr("cut short", True)
-        scores.append(score(config, result, plan.objective))
+    try:
+        for name, r in plan.optimizer.ranges.items():
+            trial.suggest_float(coordinate(name, r), r.low, r.high, log=r.log)
+        hyper = plan.hyper(trial)
+        scores = []
+        for number in range(plan.seeds):
+            config = replace(base, hyper={**base.hyper, **hyper}, seed=TUNING_SEED + number)
+            result = make_run(config, task, device, board, stopper(plan, trial, config))
+            if result.reason in (BEATEN, BEHIND):
+                trial.set_user_attr("cut short", True)
+            scores.append(score(config, result, plan.objective))
+    except KeyboardInterrupt:  # else other processes would wait for it
+        study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        raise
     trial.set_user_attr("scores", scores)
     study.tell(trial, statistics.mean(scores))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ngplus.lab import terminal
+from ngplus.lab import options, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,12 +29,15 @@ def bench(
     table: Annotated[bool, typer.Option("--table", help="Measure nothing: print the table as Markdown.")] = False,
     names: Annotated[bool, typer.Option("--list", help="The rows and what they need.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Show where the time of a step goes instead.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Measure what NG+ costs: methods in turn within a run, medians of paired ratios with their quartiles.
 
     Prints a table of what was asked and what was measured, and writes bench.json, bench.png and bench.svg, with --quick
     bench-quick.json and its pictures. Each measurement is written when it ends, and stays in the file until it is taken
     again. Let nothing else run.
+
+    --json prints the rows, as bench.json has them.
 
     ngplus bench
 
@@ -44,11 +47,13 @@ def bench(
     """
     import torch
 
-    console = terminal.make_console()
+    console = terminal.make_console(as_json)
     with terminal.friendly(console):
         from ngplus.lab.bench import measuring
         from ngplus.lab.bench import show as showing
 
+        if as_json and (names or table or profile):
+            raise ValueError("--json is for the rows: not with --list, --table or --profile")
         if names:
             console.print(showing.groups())
             return
@@ -66,6 +71,8 @@ def bench(
             if not (show or table):
                 _measure(chosen, path, quick, repeats, resume, console)
             _present(chosen, path, table, not (show or table), console)
+            if as_json:
+                terminal.print_json({"rows": measuring.documents(chosen, path)})
         finally:
             torch.set_num_threads(threads_before)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ngplus.lab import optimizers
 from ngplus.lab.bench import record
@@ -55,5 +56,10 @@ def measure(name: str, path: Path, quick: bool, repeats: int | None, say: Callab
 
 
 def keep(path: Path, measurements: dict[str, Measurement]) -> None:
-    rows = [row.as_dict(measurements[row.of]) for row in rows_of(measurements)]
-    record.save(path, measurements, rows)
+    record.save(path, measurements, [row.as_dict(measurements[row.of]) for row in rows_of(measurements)])
+
+
+def documents(groups: list[str], path: Path) -> list[dict[str, Any]]:
+    """The rows of these groups, for a program."""
+    measurements = record.load(path)
+    return [row.as_dict(measurements[row.of]) for row in rows_of(measurements, groups)]

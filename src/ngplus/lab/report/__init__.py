@@ -30,7 +30,10 @@ def report(
     title: Annotated[str, typer.Option(help="Of the page.")] = "Optimizers compared",
     png: Annotated[bool, typer.Option(help="Write pictures for each workload as well, light and dark.")] = True,
     brief: Annotated[bool, typer.Option("--brief", help="Pictures of the measure alone, for a README.")] = False,
-    as_json: Annotated[Path | None, typer.Option("--json", help="Write all runs into one file as well.")] = None,
+    as_json: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write all runs and their tables into one file; - for standard output."),
+    ] = None,
     summary: Annotated[
         Path | None,
         typer.Option(help="A page of Markdown: where NGAdam wins, ties and loses; its pictures and runs go beside it."),
@@ -41,18 +44,20 @@ def report(
 ) -> None:
     """Make one HTML page of any set of runs: curves over steps and over time, tables, settings and how they were tuned.
 
-    The page needs no network, no scripts and no other file. Runs are found in the folders and below them. Of several
+    The page needs no network and no other file. Runs are found in the folders and below them. Of several
     runs of the same workload, optimizer and seed the first counts.
 
     ngplus report runs/digits-small --out report.html
 
     ngplus report runs docs/results-small/steps/*.json --timed runs/timed --summary docs/results-small.md
     """
-    console = terminal.make_console()
+    printed = as_json == Path("-")
+    console = terminal.make_console(printed)
     with terminal.friendly(console):
         from ngplus.lab import collection
         from ngplus.lab.report.curves import groups
         from ngplus.lab.report.page import render
+        from ngplus.lab.report.summary import document
         from ngplus.lab.runs import RunError, write_atomically
 
         if timed and summary is None:
@@ -69,8 +74,12 @@ def report(
                 write_atomically(page, render(sections, title).encode())
                 written = [page, *(_pictures(sections, page, brief) if png else [])]
             if as_json is not None:
-                collection.write(as_json, found)
-                written.append(as_json)
+                content = collection.text(found, [document(section.runs) for section in sections])
+                if printed:
+                    print(content, end="")
+                else:
+                    write_atomically(as_json, content.encode())
+                    written.append(as_json)
             if summary is not None:
                 shown, times = _ended(found), _ended(clocked)
                 written += _summary(summary, groups(shown), times)

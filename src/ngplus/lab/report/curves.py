@@ -1,4 +1,7 @@
-"""Runs as curves: for each optimizer the mean over its seeds, with the range between the worst and the best."""
+"""Runs as curves: for each optimizer the mean over its seeds, with the range between the worst and the best.
+
+A run that diverged is in no mean and in no range: it is a line of its own, which ends where it leaves the others.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 from ngplus.lab.report.summary import rows
@@ -26,8 +29,19 @@ _PLACES = {
 
 
 @dataclass(frozen=True)
+class Line:
+    """Values of one metric in one run."""
+
+    seed: int
+    diverged: bool
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    end: tuple[float, float] | None = None  # of a run that diverged: its last point in the chart
+
+
+@dataclass(frozen=True)
 class Curve:
-    """Values of one metric. ``low`` and ``high`` are the ends of the spread at each point."""
+    """Values of one metric over the seeds that did not diverge. ``low`` and ``high`` are the ends of the spread."""
 
     optimizer: str
     place: int  # which colour and dash
@@ -35,6 +49,7 @@ class Curve:
     mean: tuple[float, ...]
     low: tuple[float, ...]
     high: tuple[float, ...]
+    seeds: tuple[Line, ...]
 
 
 @dataclass(frozen=True)
@@ -57,6 +72,10 @@ class Section:
     runs: tuple[Run, ...]
     charts: tuple[Chart, ...]
     places: dict[str, int]  # by optimizer
+
+    @property
+    def name(self) -> str:
+        return self.workload if self.preset == "small" else f"{self.workload} ({self.preset})"
 
 
 def groups(runs: Sequence[Run]) -> list[Section]:
@@ -84,7 +103,8 @@ def _section(workload: str, preset: str, runs: list[Run]) -> Section:
                 rising = metric == config.measure and config.higher_is_better
                 log = not rising and _spans_decades(curves)
                 bottom, top = _window(curves, target, rising, log)
-                charts.append(Chart(title, x_label, tuple(curves), target, log, bottom, top))
+                shown = tuple(_cut(curve, bottom, top, rising, log) for curve in curves)
+                charts.append(Chart(title, x_label, shown, target, log, bottom, top))
     return Section(workload, preset, tuple(runs), tuple(charts), places)
 
 
@@ -93,16 +113,20 @@ def _curve(runs: Sequence[Run], metric: str, over: str, places: dict[str, int]) 
     values: dict[float, list[float]] = defaultdict(list)
     times: dict[float, list[float]] = defaultdict(list)
     window = max(1, len(runs[0].metrics) // 60) if metric == "train_loss" else 1
+    seeds = []
     for run in runs:
-        recent: list[float] = []
-        for row in run.metrics:
-            value, seconds = row.get(metric), row.get("seconds")
-            if not _finite(value) or not _finite(seconds):
-                continue
-            recent = [*recent, value][-window:]  # the loss of single batches is too ragged to read
-            values[row["step"]].append(statistics.mean(recent))
-            times[row["step"]].append(seconds)
-    if not values:
+        looks = [row for row in run.metrics if _finite(row.get(metric)) and _finite(row.get("seconds"))]
+        found = [row[metric] for row in looks]
+        # the loss of single batches is too ragged to read
+        smooth = [statistics.mean(found[max(0, k + 1 - window) : k + 1]) for k in range(len(found))]
+        diverged = run.result is not None and run.result.status == "diverged"
+        if looks:
+            seeds.append(Line(run.config.seed, diverged, tuple(float(row[over]) for row in looks), tuple(smooth)))
+        if not diverged:
+            for row, value in zip(looks, smooth, strict=True):
+                values[row["step"]].append(value)
+                times[row["step"]].append(row["seconds"])
+    if not seeds:
         return None
     steps = sorted(values)
     name = runs[0].config.optimizer
@@ -113,13 +137,14 @@ def _curve(runs: Sequence[Run], metric: str, over: str, places: dict[str, int]) 
         mean=tuple(statistics.mean(values[step]) for step in steps),
         low=tuple(min(values[step]) for step in steps),
         high=tuple(max(values[step]) for step in steps),
+        seeds=tuple(seeds),
     )
 
 
 def _window(curves: Sequence[Curve], target: float | None, rising: bool, log: bool) -> tuple[float, float]:
     """The ends of the vertical axis. A run that goes astray must not press the others flat."""
-    low, high = min(min(c.low) for c in curves), max(max(c.high) for c in curves)
-    first = max(c.mean[0] for c in curves)
+    low, high = _range(curves)
+    first = max(c.mean[0] if c.mean else c.seeds[0].y[0] for c in curves)
     if target is not None and (target > 0 or not log):
         low, high = min(low, target), max(high, target)
     if rising and target is not None:
@@ -132,9 +157,40 @@ def _window(curves: Sequence[Curve], target: float | None, rising: bool, log: bo
     return low - margin, high + margin
 
 
+def _cut(curve: Curve, bottom: float, top: float, rising: bool, log: bool) -> Curve:
+    """Each run that diverged ends with the first value by which it leaves the chart for the worse."""
+    edge = bottom if rising else top
+
+    def beyond(y: float) -> bool:
+        return y < edge if rising else y > edge
+
+    def cut(line: Line) -> Line:
+        x, y = line.x, line.y
+        leaves = next((k for k in range(1, len(y)) if beyond(y[k]) and not beyond(y[k - 1])), None)
+        if leaves is None:
+            return replace(line, end=(x[-1], y[-1]) if bottom <= y[-1] <= top else None)
+        before, after, limit = (_logarithm(v) if log else v for v in (y[leaves - 1], y[leaves], edge))
+        part = (limit - before) / (after - before)
+        crossing = (1 - part) * x[leaves - 1] + part * x[leaves]
+        return replace(line, x=x[: leaves + 1], y=y[: leaves + 1], end=(crossing, edge))
+
+    return replace(curve, seeds=tuple(cut(line) if line.diverged else line for line in curve.seeds))
+
+
+def _logarithm(value: float) -> float:
+    return math.log(max(value, 1e-300))
+
+
 def _spans_decades(curves: Sequence[Curve]) -> bool:
-    low, high = min(min(c.low) for c in curves), max(max(c.high) for c in curves)
+    low, high = _range(curves)
     return low > 0 and high / low > 20
+
+
+def _range(curves: Sequence[Curve]) -> tuple[float, float]:
+    """The least and the greatest value of the runs that did not diverge; of all runs where all of them did."""
+    lows, highs = [y for c in curves for y in c.low], [y for c in curves for y in c.high]
+    every = [y for c in curves for line in c.seeds for y in line.y]
+    return min(lows or every), max(highs or every)
 
 
 def _finite(value: object) -> TypeGuard[float]:

@@ -70,6 +70,11 @@ def _chart(axes: Any, chart: Chart, lines: dict[str, Any], ground: Ground) -> No
         width = 2.4 if curve.place == 0 else 1.3
         (line,) = axes.plot(curve.x, curve.mean, color=colour, linestyle=dash, linewidth=width)
         axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.14, linewidth=0)
+        for run in curve.seeds:
+            if run.diverged:
+                axes.plot(run.x, run.y, color=colour, linestyle=dash, linewidth=0.8)
+            if run.end is not None:
+                axes.plot(*run.end, "x", color=colour, clip_on=False)
         lines.setdefault(curve.optimizer, line)
     if chart.target is not None:
         axes.axhline(chart.target, color=ground.front, linestyle=":", linewidth=1)

@@ -43,14 +43,14 @@ def markdown(
     parts += _against_sgd_and_kfac(sections)
     parts += ["## Steps to the target, all optimizers", _matrix(sections), _conditions(sections)]
     for section in sections:
-        title = _name(section)
+        title = section.name
         inside = [_plain(caption(section.runs, times=False)), _table(*table(section.runs, times=False))]
         if picture := pictures.get((section.workload, section.preset)):
             inside.append(f"![{title}: curves over steps]({picture})")
         inside += [
             f"Timed runs: {_plain(caption(other.runs))}\n\n" + _table(*table(other.runs))
             for other in timed
-            if _name(other) == title
+            if other.name == title
         ]
         parts.append(toggle(title, "\n\n".join(inside).split("\n")))
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -104,15 +104,15 @@ def _verdicts(sections: Sequence[Section], kind: str) -> list[str]:
             continue
         best = min(rivals, key=lambda row: _standing(row, kind))
         word = verdict(ours, best, kind)
-        found.setdefault(word, []).append(_name(section))
+        found.setdefault(word, []).append(section.name)
         mine, theirs = _mean(ours, kind), _mean(best, kind)
         if mine and theirs:
-            ratios[_name(section)] = mine / theirs
+            ratios[section.name] = mine / theirs
         ratio = f"{mine / theirs:.2f}" if mine and theirs else "–"
-        lines.append((_name(section), _shown(ours, kind), f"{best.optimizer}, {_shown(best, kind)}", ratio, word))
+        lines.append((section.name, _shown(ours, kind), f"{best.optimizer}, {_shown(best, kind)}", ratio, word))
     if not lines:
         return ["There is nothing to compare: no workload has both NGAdam and a rival."]
-    uneven = [_name(section) for section in sections if differing(section.runs)]
+    uneven = [section.name for section in sections if differing(section.runs)]
     said = {"neither gets there": "Neither gets there"}
     sentence = ". ".join(
         f"{said.get(word, f'NGAdam {word}')} on {_listed(names, 'none')}" for word, names in found.items()
@@ -145,7 +145,7 @@ def _against_sgd_and_kfac(sections: Sequence[Section]) -> list[str]:
         found = {row.optimizer: row for row in rows(section.runs)}
         if not {"ngplus", *PAPER_RIVALS} <= set(found):
             continue
-        ours, title = found["ngplus"], _name(section)
+        ours, title = found["ngplus"], section.name
         cells = []
         for name in PAPER_RIVALS:
             mine, theirs = _mean(ours, "steps"), _mean(found[name], "steps")
@@ -201,7 +201,7 @@ def _matrix(sections: Sequence[Section]) -> str:
     for name in sorted(names, key=lambda n: (not n.startswith(OURS), n)):
         lines.append((name, *(_shown(found[name], "steps") if name in found else "" for found in held)))
     budget = ("*budget*", *(either(run.config.steps for run in section.runs) for section in sections))
-    return _table(("optimizer", *(_name(section) for section in sections)), [*lines, budget])
+    return _table(("optimizer", *(section.name for section in sections)), [*lines, budget])
 
 
 def _values(row: Row, kind: str) -> list[float]:
@@ -225,10 +225,6 @@ def _shown(row: Row, kind: str) -> str:
         return "not reached"
     text = f"{mean:.0f}" if kind == "steps" else duration(mean)
     return text if reached == len(row.runs) else f"{text} ({reached} of {len(row.runs)})"
-
-
-def _name(section: Section) -> str:
-    return section.workload if section.preset == "small" else f"{section.workload} ({section.preset})"
 
 
 def _listed(names: Iterable[str], nothing: str = "") -> str:

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ngplus.lab.amounts import amount
 from ngplus.lab.runs import Result, Run, is_number
@@ -17,10 +18,43 @@ MACHINE = ("threads", "processor", "device")  # of the environment
 
 def table(runs: Sequence[Run], times: bool = True) -> tuple[list[str], list[list[str]]]:
     """The headings and the lines; columns of times are left out where these mean nothing."""
-    scores = sorted({name for run in runs if run.result is not None for name in run.result.scores})
+    scores = score_names(runs)
     headings = ["optimizer", "steps to target", "time to target", "at the end", "best", *scores, "ms a step", "state"]
     kept = [k for k, heading in enumerate(headings) if times or heading not in TIMES]
     return [headings[k] for k in kept], [[row.cells(scores)[k] for k in kept] for row in rows(runs)]
+
+
+def sort_keys(runs: Sequence[Run]) -> list[list[str]]:
+    """By what each cell of the table but the first sorts: numbers with spaces between, empty where there is none. The
+    optimizers that reach the target with most of their seeds come first in the columns of the target."""
+    found = []
+    for row in rows(runs):
+        numbers = row.numbers(score_names(runs))
+        missed = 1 - numbers["reached"] / numbers["runs"]
+        to_target = [numbers["steps_to_target"], numbers["seconds_to_target"]]
+        others = [numbers["final"], numbers["best"], *numbers["scores"].values()]
+        others += [numbers["milliseconds_per_step"], numbers["state_bytes"]]
+        keys = ["" if value is None else f"{missed!r} {value!r}" for value in to_target]
+        found.append(keys + ["" if value is None else repr(value) for value in others])
+    return found
+
+
+def document(runs: Sequence[Run]) -> dict[str, Any]:
+    """The table and its conditions, for a program. ``runs`` are of one workload and size."""
+    config, scores = runs[0].config, score_names(runs)
+    conditions = {name: getattr(config, name) for name in ("workload", "preset", "measure", "higher_is_better")}
+    targets = {run.config.target for run in runs}
+    return {
+        **conditions,
+        "target": targets.pop() if len(targets) == 1 else None,
+        "differing": differing(runs),
+        "optimizers": [row.numbers(scores) for row in rows(runs)],
+    }
+
+
+def score_names(runs: Sequence[Run]) -> list[str]:
+    """What was measured once, at the end."""
+    return sorted({name for run in runs if run.result is not None for name in run.result.scores})
 
 
 @dataclass(frozen=True)
@@ -32,38 +66,71 @@ class Row:
 
     def cells(self, scores: Sequence[str] = ()) -> tuple[str, ...]:
         """``scores``: the names of what was measured once, at the end."""
-        results = [run.result for run in self.runs if run.result is not None]
         reached = self.reached()
         share = "" if len(reached) == len(self.runs) else f" ({len(reached)} of {len(self.runs)})"
         percent = _is_share(self.runs[0])
-        steps = [float(r.steps_to_target) for r in reached if r.steps_to_target is not None]
-        seconds = [r.seconds_to_target for r in reached if r.seconds_to_target is not None]
-        whole = [r for r in results if r.status != "diverged"]  # the others ended anywhere, at the first step maybe
-        diverged = len(results) - len(whole)
-        lost = sum(r.collapsed and r.status != "diverged" for r in results)
-        notes = [f"{diverged} diverged"] * bool(diverged) + [f"{lost} lost the target again"] * bool(lost)
+        steps, seconds, counted = self._steps(), self._seconds(), self._counted()
+        notes = [f"{number} {what}" for what, number in self.exceptions().items() if number]
         label = self.optimizer + (f" ({', '.join(notes)})" if notes else "")
         return (
             label,
             f"{statistics.mean(steps):.0f}{share}" if steps else "not reached",
             f"{duration(statistics.mean(seconds))}{share}" if seconds else "not reached",
-            spread([r.final for r in whole], percent),
-            spread([r.best for r in whole], percent),
-            *(spread([r.scores.get(name) for r in whole]) for name in scores),
-            _mean([r.milliseconds_per_step for r in whole], ".1f"),
-            amount(max(r.state_bytes for r in whole), "B") if whole else "–",
+            spread([r.final for r in counted], percent),
+            spread([r.best for r in counted], percent),
+            *(spread([r.scores.get(name) for r in counted]) for name in scores),
+            _shown_mean([r.milliseconds_per_step for r in counted], ".1f"),
+            amount(max(r.state_bytes for r in counted), "B") if counted else "–",
         )
+
+    def numbers(self, scores: Sequence[str] = ()) -> dict[str, Any]:
+        """The cells for a program: means over the seeds, None where there is no value."""
+        counted = self._counted()
+        return {
+            "optimizer": self.optimizer,
+            "runs": len(self.runs),
+            "reached": len(self.reached()),
+            **{what.replace(" ", "_"): number for what, number in self.exceptions().items()},
+            "steps_to_target": mean(self._steps()),
+            "seconds_to_target": mean(self._seconds()),
+            "final": mean([r.final for r in counted]),
+            "best": mean([r.best for r in counted]),
+            "scores": {name: mean([r.scores.get(name) for r in counted]) for name in scores},
+            "milliseconds_per_step": mean([r.milliseconds_per_step for r in counted]),
+            "state_bytes": max((r.state_bytes for r in counted), default=None),
+        }
+
+    def exceptions(self) -> dict[str, int]:
+        """How many runs did not go as planned, by what happened."""
+        results = [run.result for run in self.runs]
+        return {
+            "diverged": sum(r is not None and r.status == "diverged" for r in results),
+            "lost the target again": sum(r is not None and r.collapsed and r.status != "diverged" for r in results),
+            "interrupted": sum(r is not None and r.status == "interrupted" for r in results),
+            "without result": sum(r is None for r in results),
+        }
 
     def reached(self) -> list[Result]:
         """The runs that reached the target and did not lose it again."""
         results = [run.result for run in self.runs if run.result is not None]
         return [r for r in results if r.steps_to_target is not None and not r.collapsed]
 
+    def _steps(self) -> list[float]:
+        return [float(r.steps_to_target) for r in self.reached() if r.steps_to_target is not None]
+
+    def _seconds(self) -> list[float]:
+        return [r.seconds_to_target for r in self.reached() if r.seconds_to_target is not None]
+
+    def _counted(self) -> list[Result]:
+        """The results whose measures are shown: those of interrupted runs only where there are no others. Runs that
+        diverged ended anywhere, at the first step maybe."""
+        results = [run.result for run in self.runs if run.result is not None and run.result.status != "diverged"]
+        return [r for r in results if r.status != "interrupted"] or results
+
     def rank(self) -> tuple[float, float, float]:
         """The order of the table: most runs at the target, fewest steps to it, best measure at the end."""
-        results = [run.result for run in self.runs if run.result is not None]
-        steps = [r.steps_to_target for r in self.reached() if r.steps_to_target is not None]
-        finals = [r.final for r in results if r.final is not None and r.status != "diverged"]
+        steps = self._steps()
+        finals = [r.final for r in self._counted() if r.final is not None]
         sign = -1.0 if self.runs[0].config.higher_is_better else 1.0
         final = sign * statistics.mean(finals) if finals else math.inf
         return (-len(steps) / len(self.runs), statistics.mean(steps) if steps else math.inf, final)
@@ -152,6 +219,12 @@ def _is_share(run: Run) -> bool:
     return run.config.measure == "accuracy"
 
 
-def _mean(values: Sequence[float | None], form: str) -> str:
+def mean(values: Sequence[float | None]) -> float | None:
+    """Of the values that are known."""
     known = [v for v in values if v is not None]
-    return format(statistics.mean(known), form) if known else "–"
+    return statistics.mean(known) if known else None
+
+
+def _shown_mean(values: Sequence[float | None], form: str) -> str:
+    found = mean(values)
+    return "–" if found is None else format(found, form)
