@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ngplus.capture import reasons
 from ngplus.capture.collector import Collector
-from ngplus.capture.layers.base import no_mixed_precision
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.diagnostics.health import FETCH_EVERY, Health
 from ngplus.distributed.collectives import Distributor, reduce_curvature
@@ -23,6 +22,7 @@ from ngplus.optimizers.update import UpdateRule, sgd_steps, update_parameters
 from ngplus.preconditioners.base import MatrixPreconditioner, MatrixUpdate
 from ngplus.utils.dtensor import like
 from ngplus.utils.finite import RefreshStatus, keep_last_good, norms_of, read_if_on_host, zero_where
+from ngplus.utils.precision import full_precision
 from ngplus.utils.typing import State
 from ngplus.utils.warnings import warn
 
@@ -61,7 +61,7 @@ class BaseOptimizer(MatrixOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with no_mixed_precision(next(iter(self._names)).device):
+        with full_precision(next(iter(self._names)).device):
             directions = self._directions()  # -D_k
             if directions is not None:
                 for group in self.param_groups:  # W_(k+1) = W_k - lr D_k
@@ -98,7 +98,7 @@ class BaseOptimizer(MatrixOptimizer):
     @torch.no_grad()
     def _replace_gradients(self) -> None:
         """Replaces each .grad by its direction, for another optimizer's step; by zeros where that is not finite."""
-        with no_mixed_precision(next(iter(self._names)).device):
+        with full_precision(next(iter(self._names)).device):
             directions = self._directions()
         if directions is None:
             if self._skip is not None:

@@ -24,6 +24,7 @@ from ngplus.preconditioners.broadcast import broadcast_inverses, entries_to_send
 from ngplus.preconditioners.inverse import InversePreconditioner
 from ngplus.preconditioners.ngplus_curvature import Curvature, StateEntries
 from ngplus.utils.finite import RefreshStatus
+from ngplus.utils.precision import full_precision
 from ngplus.utils.typing import Group, State
 from ngplus.utils.warnings import warn
 
@@ -265,7 +266,8 @@ class NGPlus(BaseOptimizer):
                 "ranks that share the work on it: ask there"
             )
         state = self.state.get(matrix.params[0], {})
-        dense = curvatures.dense_curvature(state, matrix, group, matrix.estimate)
+        with full_precision(matrix.params[0].device):
+            dense = curvatures.dense_curvature(state, matrix, group, matrix.estimate)
         return Curvature(matrix.side(group["side"]), dense[0] if matrix.groups == 1 else dense)
 
     def health(self, eigenvalues: bool = False) -> Health:
