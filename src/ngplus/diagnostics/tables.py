@@ -39,18 +39,23 @@ def aligned(table: Sequence[Sequence[str]]) -> list[str]:
 
 
 def within_width(table: Sequence[Sequence[str]]) -> list[str]:
-    """The same in 80 columns: names in the first column that are too long lose their beginnings."""
+    """The same in 80 columns, with names in the first column that are abbreviated where they are too long."""
     room = WIDTH - max(map(len, aligned([["", *line[1:]] for line in table])))
-    return aligned([[_shortened(line[0], room), *line[1:]] for line in table])
+    return aligned([[abbreviated(line[0], room), *line[1:]] for line in table])
 
 
-def _shortened(name: str, width: int) -> str:
-    """The end of the name of a matrix, which tells layers apart; "first +" in place of "first + second"."""
-    if len(name) <= width:
-        return name
-    first, plus, _ = name.partition(" + ")
-    first += plus.rstrip()
-    return first if len(first) <= width else f"...{first[3 - width :]}"
+def abbreviated(name: str, width: int) -> str:
+    """The name of a parameter in so many characters, with all numbers of layers if they fit: from the left, modules are
+    given by their first letters. "weight + bias" becomes "weight +".
+    """
+    if len(name) > width and " + " in name:
+        name = f"{name.partition(' + ')[0]} +"
+    parts = name.split(".")
+    for i, part in enumerate(parts[:-1]):
+        if len(".".join(parts)) > width:
+            parts[i] = part if part.isdigit() else part[:1]
+    name = ".".join(parts)
+    return name if len(name) <= width else f"...{name[3 - width :]}"
 
 
 def legend(parts: Sequence[str]) -> list[str]:
@@ -88,7 +93,10 @@ def plan_table(plan: Plan) -> str:
     notes = [f"{row.name}: {row.note}" for row in plan.rows if row.note]
     if not plan.verbose:
         notes = [line for note in notes for line in textwrap.wrap(note, WIDTH, subsequent_indent="  ")]
-    explained = legend([f"{heads[i]}: {LEGEND[heads[i]]}" for i in shown if heads[i] in LEGEND])
+    parts = [f"{heads[i]}: {LEGEND[heads[i]]}" for i in shown if heads[i] in LEGEND]
+    if not plan.verbose:
+        parts.append("plan(verbose=True) has whole names and more columns")
+    explained = legend(parts)
     return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], *explained, *notes])
 
 

@@ -117,8 +117,8 @@ class NGAdam(BaseOptimizer):
         super().__init__(params, model, 0, defaults, process_group, distribution)
         if self._model is None and any(map(_depends_on_module, self._names)):
             warn(
-                "NGAdam was given parameters without their module: embedding tables and the kernels of convolutions are "
-                f"treated as plain matrices. {GIVE_MODULE}, to tell them apart"
+                "NGAdam was given parameters without their module: embedding tables and kernels of convolutions are "
+                f"treated as plain matrices. To tell them apart, {GIVE_MODULE}"
             )
 
     def _check(self, group: Mapping[str, Any]) -> None:

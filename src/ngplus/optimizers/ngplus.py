@@ -188,7 +188,7 @@ class NGPlus(BaseOptimizer):
             self._hinted = True
             warn(
                 "NGPlus was given parameters without their module: their curvature comes from the gradients of "
-                f"mini-batches, as with curvature='batch'. {GIVE_MODULE}, for that of samples"
+                f"mini-batches, as with curvature='batch'. For that of samples, {GIVE_MODULE}"
             )
         return {**param_group, "curvature": "batch"}
 

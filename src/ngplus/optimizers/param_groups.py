@@ -13,10 +13,10 @@ from torch.nn.parameter import is_lazy
 from ngplus.capture.matrices import collect, named
 from ngplus.utils.validation import number
 
-# The end of a hint, where a module would make a difference.
+# The end of a hint, where the module would make a difference.
 GIVE_MODULE = (
-    "Give the module in place of its parameters, or as model= beside them, also where a framework makes the optimizer "
-    "(docs/training.md)"
+    "give the module in place of its parameters, or pass model=. docs/training.md says how, also where a framework makes "
+    "the optimizer"
 )
 
 
