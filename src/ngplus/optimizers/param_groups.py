@@ -15,8 +15,8 @@ from ngplus.utils.validation import number
 
 # The end of a hint, where the module would make a difference.
 GIVE_MODULE = (
-    "give the module in place of its parameters, or pass model=. docs/training.md says how, also where a framework makes "
-    "the optimizer"
+    "give the module in place of its parameters, or pass model=. docs/training.md says how, also where a framework "
+    "makes the optimizer"
 )
 
 
