@@ -22,9 +22,9 @@ class Refused(NamedTuple):
 
 # Arguments of torch.optim that choose between implementations of the same step.
 IMPLEMENTATIONS = {
-    "foreach": Refused("leave it out, the step uses torch's foreach functions by itself", (None, True)),
+    "foreach": Refused("leave it out, there is one implementation, with torch's foreach functions", (None, True)),
     "fused": Refused("leave it out, there is no fused kernel", (None, False)),
-    "capturable": Refused("leave it out, a refresh cannot be part of a CUDA graph", (False,)),
+    "capturable": Refused("leave it out, the step is not made for CUDA graphs", (False,)),
     "differentiable": Refused("leave it out, gradients do not pass through the step", (False,)),
 }
 
@@ -32,7 +32,7 @@ OF_NGADAM = {
     **IMPLEMENTATIONS,
     "amsgrad": Refused("leave it out, L and R are moving averages", (False,)),
     "momentum": Refused("betas=(momentum, 0.95) sets it"),
-    "dampening": Refused("betas[0] is the decay of a moving average"),
+    "dampening": Refused("leave it out, betas[0] is the decay of a moving average"),
     "nesterov": Refused("leave it out, the momentum is always Nesterov's", (True,)),
     "decoupled_weight_decay": Refused("leave it out, weight_decay is always decoupled", (True,)),
     "damping": Refused("leave it out, lambda is fixed; NGPlus takes it"),

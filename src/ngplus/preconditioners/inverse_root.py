@@ -267,6 +267,8 @@ def _root(x: Tensor, damping: Tensor, status: RefreshStatus) -> Tensor:
 def _spectra(root: Tensor, groups: int, length: int) -> Tensor:
     """The eigenvalues of each group's root, [groups, length], in float64, without the rows that fill up a block."""
     blocks = root.double().unflatten(0, (groups, -1))
+    if blocks.shape[2] == 1:
+        return blocks.flatten(1)
     filled = blocks.shape[1] * blocks.shape[2] - length
     rest = blocks.shape[2] - filled
     parts = [torch.linalg.eigvalsh(blocks[:, :-1]).flatten(1), torch.linalg.eigvalsh(blocks[:, -1, :rest, :rest])]
