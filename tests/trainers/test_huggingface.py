@@ -143,7 +143,7 @@ def test_options_of_the_trainer(option: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [ngplus.NGPlus, ngplus.NGAdam])
 @pytest.mark.parametrize("with_model", [False, True])
 def test_a_class_and_its_options(kind: Any, with_model: bool, tmp_path: Path) -> None:
-    """optimizer_cls_and_kwargs: the Trainer's own groups, with one hint from NGPlus; or the module among the options."""
+    """The Trainer's own groups, with one hint from NGPlus; or the module among the options."""
 
     def way(model: nn.Module, arguments: TrainingArguments) -> Recording:
         options = {"lr": 0.01, "model": model} if with_model else {"lr": 0.01}
@@ -154,7 +154,7 @@ def test_a_class_and_its_options(kind: Any, with_model: bool, tmp_path: Path) ->
         trainer = run(way, tmp_path, save_steps=STEPS, max_steps=3)
     hints = [w for w in caught if "without their module" in str(w.message)]
     assert len(hints) == (kind is ngplus.NGPlus and not with_model)
-    optimizer = inside(trainer)
+    optimizer: Any = trainer.optimizer.optimizer  # Accelerate's wrapper
     assert isinstance(optimizer, kind)
     assert [len(optimizer.param_groups), optimizer.health().steps] == [1 if with_model else 2, 3]
     if kind is ngplus.NGPlus:
