@@ -25,10 +25,9 @@ from torch.autograd import Variable
 
 from ngplus.capture import reasons
 from ngplus.capture.autograd import hook_target, in_backward, in_functional_call, is_batched, reaches_parameters
-from ngplus.capture.batch import BatchDims, SampleCount, modules_with_given_dim, sample_dims
+from ngplus.capture.batch import Batch, BatchDims, SampleCount, modules_with_given_dim, sample_dims
 from ngplus.capture.calls import BackwardPass, Batches, ForwardCall, PendingGradient, calls_in_progress, entry_modules
-from ngplus.capture.layers import Batch, LayerRule
-from ngplus.capture.layers.base import Build, Inputs, NotPerSample
+from ngplus.capture.layers.base import Build, Inputs, LayerRule, NotPerSample
 from ngplus.capture.layers.hooks import Hook, Watcher, is_strided
 from ngplus.capture.matrices import ParameterMatrix, Use
 from ngplus.capture.sample_index import SampleIndex, SampleIndexReader

@@ -165,8 +165,8 @@ class Health:
         """The numbers under names that stay the same over training, for any logger.
 
         - ``steps``, ``skipped``: the counts
-        - ``faults/gradients``, ``faults/dropped``, ``faults/retried``, ``faults/plain``, ``faults/steps``: sums over the
-          layers
+        - ``faults/gradients``, ``faults/dropped``, ``faults/retried``, ``faults/plain``, ``faults/steps``: sums over
+          the layers
         - ``update_rms``, ``parameter_rms``: as above
         - ``h1``, ``h2``, ``condition``, after ``health(eigenvalues=True)`` and the first refresh: the smallest h_1, the
           largest h_2 and the largest h_2 / h_1 of all layers; with ``/`` and its name behind, those of a layer

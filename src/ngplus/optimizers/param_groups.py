@@ -83,8 +83,8 @@ def decay_groups(model: nn.Module, weight_decay: float, *, decay_embeddings: boo
     """Parameter groups with weight decay on matrices, and none on biases, norm layers and other vectors.
 
     Returns at most two groups, with the names of the parameters, for any torch optimizer. Give NGPlus or NGAdam the
-    module, too, as ``model``. A tied parameter is in one group, once. A table with sparse gradients has no decay. Frozen
-    parameters are in the groups, so that they can be thawed.
+    module, too, as ``model``. A tied parameter is in one group, once. A table with sparse gradients has no decay.
+    Frozen parameters are in the groups, so that they can be thawed.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
