@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ngplus.optimizers.ngadam import NGAdam
     from ngplus.optimizers.ngplus import NGPlus
     from ngplus.optimizers.online import OnlineNGPlus
+    from ngplus.optimizers.param_groups import decay_groups
     from ngplus.optimizers.preconditioner import Preconditioner
     from ngplus.preconditioners.ngplus_curvature import Curvature
 
@@ -36,6 +37,7 @@ _DEFINED_IN = {
     "Plan": "diagnostics.plan",
     "PlanRow": "diagnostics.plan",
     "Preconditioner": "optimizers.preconditioner",
+    "decay_groups": "optimizers.param_groups",
     "gfim": "diagnostics.gfim",
     "register_layer": "capture.layers",
 }
@@ -55,6 +57,7 @@ __all__ = [
     "PlanRow",
     "Preconditioner",
     "baselines",
+    "decay_groups",
     "gfim",
     "layers",
     "online",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import ngplus
 from helpers import reference as ref
 from helpers.steps import PAPER, conv_net, data, one_step
 from ngplus.baselines import KFAC, SENG
+from ngplus.diagnostics.tables import abbreviated
 
 
 def state_bytes(optimizer: ngplus.NGPlus | ngplus.NGAdam) -> int:
@@ -85,11 +87,14 @@ def test_the_table_names_every_parameter_and_what_it_gets() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(x + self.token)
 
-    text = str(ngplus.NGPlus(Token(), block_size=2).plan(batch_size=8))
+    text = str(ngplus.NGPlus(Token(), block_size=2).plan(batch_size=8, verbose=True))
     for part in ("token", "head.weight + bias", "batch", "rank-one", "dense", "no layer rule covers it"):
         assert part in text, part
-    assert "total" in text.splitlines()[-3]
-    assert text.splitlines()[-2] == "step, refresh: FLOPs; state: bytes"
+    lines = text.splitlines()
+    (total,) = [i for i, line in enumerate(lines) if line.startswith("total")]
+    explained = " ".join(lines[total + 1 :])
+    for head in lines[0].replace("m x n", "").split()[1:]:  # but for the parameter and its shape
+        assert f"{head}: " in explained, head
 
 
 def test_flops_of_a_step_are_counted() -> None:
@@ -240,10 +245,10 @@ def test_the_plan_says_what_the_last_refresh_saw() -> None:
         optimizer.step()
     seen = {row.name: row.seen for row in optimizer.plan()}
     assert seen == {"shift": None, "table.weight": (18, 7), "norm.weight": (18, 1), "head.weight": (18, 1)}
-    text = str(optimizer.plan())
+    text = str(optimizer.plan(verbose=True))
     assert "18 x 7" in text
-    assert "seen: samples x positions of the last refresh" in text
-    assert max(map(len, text.splitlines())) <= 100
+    assert "seen: samples x positions of the last refresh" in text.replace("\n", " ")
+    assert "18 x 7" not in str(optimizer.plan())
     optimizer.zero_grad()
     model(torch.randint(9, (6, 5))).square().mean().backward()
     optimizer.step()  # without a refresh
@@ -265,10 +270,65 @@ def test_the_plans_of_the_baselines_say_what_was_seen(kind: Any) -> None:
 
 def test_columns_that_say_nothing_are_left_out() -> None:
     model = nn.Linear(4, 3)
-    head = str(ngplus.NGAdam(model).plan()).splitlines()[0].split()
+    head = str(ngplus.NGAdam(model).plan(verbose=True)).splitlines()[0].split()
     assert head == ["parameter", "m", "x", "n", "curvature", "side", "solver", "blocks", "state", "step", "refresh"]
-    head = str(ngplus.NGPlus(model, block_size=2).plan(batch_size=3)).splitlines()[0].split()
+    head = str(ngplus.NGPlus(model, block_size=2).plan(batch_size=3, verbose=True)).splitlines()[0].split()
     assert head[4:] == ["curvature", "side", "solver", "blocks", "form", "state", "step", "refresh"]
+    head = str(ngplus.NGPlus(model, block_size=2).plan(batch_size=3)).splitlines()[0].split()
+    assert head[4:] == ["curvature", "side", "state", "step", "refresh"]
+
+
+class Deep(nn.Module):
+    """Names as long as those of large models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Module()
+        self.encoder.layers = nn.ModuleList(nn.Module() for _ in range(2))
+        for layer in self.encoder.layers:
+            layer.feed_forward_network = nn.Module()
+            layer.feed_forward_network.intermediate_projection = nn.Linear(4096, 1024)
+            layer.experts = nn.Conv2d(64, 128, 3, groups=8)
+        self.a_parameter_with_a_name_that_is_long_by_itself_and_goes_on_and_on = nn.Parameter(torch.zeros(3, 3))
+
+
+@pytest.mark.parametrize("kind", [ngplus.NGPlus, ngplus.NGAdam, ngplus.Preconditioner, KFAC, SENG])
+def test_a_plan_has_80_columns_and_more_only_if_asked_for(kind: Any) -> None:
+    optimizer = kind(Deep())
+    brief, verbose = str(optimizer.plan(32)), str(optimizer.plan(32, verbose=True))
+    assert max(map(len, brief.splitlines())) <= 80 < max(map(len, verbose.splitlines()))
+    for row in optimizer.plan():
+        assert row.name in verbose
+        assert any(row.name.rpartition(".")[2][-12:] in line for line in brief.splitlines())
+    shown = [line.split("  ")[0] for line in brief.splitlines()[2:]]
+    assert len(set(shown[: len(optimizer.plan())])) == len(optimizer.plan())  # names tell layers apart
+
+
+def test_a_plan_on_ranks_has_80_columns() -> None:
+    plan = ngplus.NGAdam(Deep()).plan()
+    rows = tuple(replace(row, owner=12, wire_bytes=10**9, step_bytes=10**9) for row in plan)
+    brief = str(ngplus.Plan(rows))
+    assert max(map(len, brief.splitlines())) <= 80
+    assert brief.splitlines()[0].endswith("owner")
+    assert "wire" in str(ngplus.Plan(rows, verbose=True)).splitlines()[0]
+
+
+def test_names_are_abbreviated_from_the_left_and_keep_their_numbers() -> None:
+    name = "model.layers.10.self_attn.q_proj.weight + bias"
+    for width, wanted in (
+        (46, name),
+        (41, "model.layers.10.self_attn.q_proj.weight +"),
+        (33, "m.l.10.self_attn.q_proj.weight +"),
+        (20, "m.l.10.s.q.weight +"),
+        (12, "....weight +"),
+    ):
+        assert len(wanted) <= width
+        assert abbreviated(name, width) == wanted
+    assert abbreviated("weight", 4) == "...t"
+
+
+def test_an_empty_plan_can_be_printed() -> None:
+    assert str(ngplus.Plan(())).splitlines()[0].startswith("parameter")
 
 
 @pytest.mark.parametrize("shape", [(5,), (5, 1, 1), (1, 1, 5), (1, 5), ()])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -72,11 +74,51 @@ def test_step_without_backward() -> None:
         optimizer.step()
 
 
-def test_step_before_anything_is_a_no_op() -> None:
-    """As with torch's optimizers."""
-    model = mlp()
+EVERY = {
+    "NGPlus": lambda model: ngplus.NGPlus(model, **EXACT),
+    "NGPlus of parameters": lambda model: ngplus.NGPlus(model.parameters(), curvature="batch"),
+    "NGAdam": ngplus.NGAdam,
+    "NGAdam of parameters": lambda model: ngplus.NGAdam(model.parameters()),
+    "Preconditioner": ngplus.Preconditioner,
+    "KFAC": ngplus.baselines.KFAC,
+}
+
+
+@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("other", [False, True])
+def test_step_without_gradients_changes_nothing_and_says_so_once(kind: str, other: bool) -> None:
+    """Before any backward pass, and after that of another model."""
+    model, copied = mlp(), mlp()
+    optimizer = EVERY[kind](model)
+    if other:
+        copied(data(4)[0]).square().mean().backward()
     with Unchanged(model):
-        ngplus.NGPlus(model, **EXACT).step()
+        with pytest.warns(UserWarning, match="no parameter of this optimizer.*of another model") as caught:
+            optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    watched = kind in ("NGPlus", "Preconditioner", "KFAC")
+    assert ("the model of this optimizer was not called" in str(caught[0].message)) == watched
+    assert optimizer.health().steps == 0
+
+
+def test_the_loss_of_another_model_is_an_error_where_the_model_was_called() -> None:
+    model, copied = mlp(), mlp()
+    optimizer = ngplus.NGPlus(model, **EXACT)
+    model(data(4)[0])
+    copied(data(4)[0]).square().mean().backward()
+    with Unchanged(model), pytest.raises(RuntimeError, match="the loss does not reach any parameter"):
+        optimizer.step()
+
+
+def test_nothing_is_said_of_frozen_parameters() -> None:
+    model = mlp().requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ngplus.NGAdam(model).step()
 
 
 def test_warnings_point_at_the_users_line() -> None:

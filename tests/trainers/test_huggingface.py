@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,3 +138,27 @@ def test_options_of_the_trainer(option: str, tmp_path: Path) -> None:
     assert {row.source for row in inside(trainer).plan()} == {"sample"}
     start, want, have = flat(small_gpt()), plain_loop(trainer.batches), flat(trainer.model)
     assert reference.relative_error(have - start, want - start) < (0.3 if option == "bf16" else 1e-3)
+
+
+@pytest.mark.parametrize("kind", [ngplus.NGPlus, ngplus.NGAdam])
+@pytest.mark.parametrize("with_model", [False, True])
+def test_a_class_and_its_options(kind: Any, with_model: bool, tmp_path: Path) -> None:
+    """The Trainer's own groups, with one hint from NGPlus; or the module among the options."""
+
+    def way(model: nn.Module, arguments: TrainingArguments) -> Recording:
+        options = {"lr": 0.01, "model": model} if with_model else {"lr": 0.01}
+        return Recording(model, arguments, train_dataset=Counting(), optimizer_cls_and_kwargs=(kind, options))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = run(way, tmp_path, save_steps=STEPS, max_steps=3)
+    hints = [w for w in caught if "without their module" in str(w.message)]
+    assert len(hints) == (kind is ngplus.NGPlus and not with_model)
+    optimizer: Any = trainer.optimizer.optimizer  # Accelerate's wrapper
+    assert isinstance(optimizer, kind)
+    assert [len(optimizer.param_groups), optimizer.health().steps] == [1 if with_model else 2, 3]
+    if kind is ngplus.NGPlus:
+        assert {row.source for row in optimizer.plan()} == ({"sample"} if with_model else {"batch"})
+    else:
+        table = next(row for row in optimizer.plan() if row.shape == (WORDS, 16))
+        assert table.blocks == (WORDS + 16 if with_model else 2)  # its L and R are diagonal

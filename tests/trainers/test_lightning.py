@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import pytest
 import pytorch_lightning as lightning
 import torch
 from classification import OPTIONS, SAVED, STEPS, loader, plain_loop, small_net
+from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor
 from torch.nn import functional as F
 
 import ngplus
 from helpers import reference
+from helpers.project import ROOT
 from helpers.training import flat
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning")
@@ -103,3 +106,23 @@ def test_bfloat16_autocast(tmp_path: Path) -> None:
     assert {row.source for row in trainer.optimizers[0].plan()} == {"sample"}
     start = flat(Classifier())
     assert reference.relative_error(flat(module) - start, plain_loop(EPOCHS) - start) < 0.3
+
+
+def test_the_recipe_for_logging_logs(tmp_path: Path) -> None:
+    """The method on the page of recipes, which logs in step 100."""
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    method = next(block for block in page.split("```python\n") if block.startswith("def on_train_batch_end"))
+    names: dict[str, Any] = {}
+    exec(method.partition("```")[0], names)
+    logged = type("Logged", (Classifier,), {"on_train_batch_end": names["on_train_batch_end"]})
+    trainer = lightning.Trainer(
+        max_steps=100, accelerator="cpu", logger=CSVLogger(tmp_path), log_every_n_steps=1, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(logged(), loader(8, 32))
+    written = Path(trainer.log_dir or "", "metrics.csv").read_text()
+    head, *rows = csv.reader(written.splitlines())
+    assert {"ngplus/steps", "ngplus/faults/dropped", "ngplus/update_rms"} <= set(head)
+    (row,) = rows
+    assert float(row[head.index("ngplus/steps")]) == 100
+    assert float(row[head.index("ngplus/update_rms")]) > 0

@@ -53,7 +53,7 @@ class BaselineOptimizer(BaseOptimizer):
         """The fields of a plan row that differ between KFAC and SENG."""
         raise NotImplementedError
 
-    def plan(self, batch_size: int | None = None, positions: int = 1) -> Plan:
+    def plan(self, batch_size: int | None = None, positions: int = 1, *, verbose: bool = False) -> Plan:
         """What is done with each parameter, and its cost; before the first refresh, for these samples and positions."""
         rows = []
         for matrix in self._matrices:
@@ -69,4 +69,4 @@ class BaselineOptimizer(BaseOptimizer):
                 **self._row(matrix, self._group(matrix), state, *seen),
             )
             rows.append(unless_frozen(row, matrix, state))
-        return Plan(tuple(rows))
+        return Plan(tuple(rows), verbose)

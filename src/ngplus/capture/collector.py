@@ -82,6 +82,11 @@ class Collector:
             self._recorder.remove()
 
     @property
+    def watches(self) -> bool:
+        """Are there hooks in the model?"""
+        return self._recorder is not None
+
+    @property
     def forward_seen(self) -> bool:
         """Has the model been called, with gradients, since the last step?"""
         return self._recorder is not None and self._recorder.forward_seen

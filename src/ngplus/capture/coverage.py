@@ -24,6 +24,7 @@ from ngplus.capture.matrices import ParameterMatrix
 from ngplus.fisher.factors import Factors
 from ngplus.utils.dtensor import whole
 from ngplus.utils.finite import copy_to_host, read_if_on_host
+from ngplus.utils.precision import bfloat16_products
 
 BLOCK = 4  # rows and columns of a block
 SMALL = 1024  # entries of a matrix up to which all are compared
@@ -192,7 +193,8 @@ class _Difference:
     def subtract(self, factors: Factors) -> None:
         """Subtracts captured gradients."""
         self.captured = True
-        self._half_precision = self._half_precision or factors.half_precision
+        half = factors.half_precision or bfloat16_products(self._values.device)
+        self._half_precision = self._half_precision or half
         self._samples += factors.samples
         if self.whole:
             self._values -= factors.gradient_sum(self._matrix.dtype)

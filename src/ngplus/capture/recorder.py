@@ -25,16 +25,16 @@ from torch.autograd import Variable
 
 from ngplus.capture import reasons
 from ngplus.capture.autograd import hook_target, in_backward, in_functional_call, is_batched, reaches_parameters
-from ngplus.capture.batch import BatchDims, SampleCount, modules_with_given_dim, sample_dims
+from ngplus.capture.batch import Batch, BatchDims, SampleCount, modules_with_given_dim, sample_dims
 from ngplus.capture.calls import BackwardPass, Batches, ForwardCall, PendingGradient, calls_in_progress, entry_modules
-from ngplus.capture.layers import Batch, LayerRule
-from ngplus.capture.layers.base import Build, Inputs, NotPerSample, no_mixed_precision
+from ngplus.capture.layers.base import Build, Inputs, LayerRule, NotPerSample
 from ngplus.capture.layers.hooks import Hook, Watcher, is_strided
 from ngplus.capture.matrices import ParameterMatrix, Use
 from ngplus.capture.sample_index import SampleIndex, SampleIndexReader
 from ngplus.capture.sample_tracker import SampleTracker
 from ngplus.fisher.factors import Factors, join
 from ngplus.utils.compiled import CompiledCalls, uncompiled
+from ngplus.utils.precision import full_precision
 from ngplus.utils.weak import weak_method
 
 Sink = Callable[[ParameterMatrix, Factors], None]
@@ -345,7 +345,7 @@ class Recorder:
     def _make_ready(self, pending: PendingGradient) -> None:
         matrix, call = pending.use.matrix, pending.call
         assert pending.grad is not None
-        with torch.no_grad(), no_mixed_precision(pending.grad.device):
+        with torch.no_grad(), full_precision(pending.grad.device):
             try:
                 factors = None if matrix.falls_back else pending.factors()
             except NotPerSample as reason:
@@ -368,7 +368,7 @@ class Recorder:
         by_call: dict[ForwardCall, list[Factors]] = {}
         for call, factors in self._ready.pop(id(matrix), []):
             by_call.setdefault(call.first, []).append(factors)
-        with torch.no_grad(), no_mixed_precision(matrix.params[0].device):
+        with torch.no_grad(), full_precision(matrix.params[0].device):
             for uses in by_call.values():
                 for factors in join(uses):
                     self._sink(matrix, factors)

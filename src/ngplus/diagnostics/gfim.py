@@ -18,6 +18,7 @@ from ngplus.capture.sample_index import SampleIndex
 from ngplus.fisher.factors import Factors
 from ngplus.preconditioners import ngplus_curvature as curvatures
 from ngplus.preconditioners.ngplus_curvature import Curvature
+from ngplus.utils.precision import bfloat16_products, full_precision
 from ngplus.utils.validation import choice
 from ngplus.utils.warnings import warn
 
@@ -92,7 +93,8 @@ def gfim(
     def sink(matrix: ParameterMatrix, factors: Factors) -> None:
         gathered.setdefault(id(matrix), Accumulator()).take_in(matrix, factors, group, seed=0)
         captured.setdefault(id(matrix), []).append(factors.gradient_sum(matrix.dtype))
-        tolerances[id(matrix)] = 5e-2 if factors.half_precision else tolerances.get(id(matrix), 1e-3)
+        half = factors.half_precision or bfloat16_products(matrix.params[0].device)
+        tolerances[id(matrix)] = 5e-2 if half else tolerances.get(id(matrix), 1e-3)
 
     capture = Recorder(model, uses, sink, batch_dim, sample_index=sample_index)
     capture.in_eval = True
@@ -125,11 +127,12 @@ def gfim(
             missed = torch.linalg.vector_norm(gradient - torch.stack(captured[id(matrix)]).sum(0))
             if bool(missed > tolerances[id(matrix)] * sums.length()):
                 matrix.fall_back(matrix.uncovered)
-        if sums is not None and matrix.source != "batch":
-            estimate = curvatures.per_sample(sums, group, partition)
-        else:
-            estimate = curvatures.mini_batch(matrix, gradient, group, seed=0)
-        dense = partition.dense(estimate.dense())
+        with full_precision(gradient.device):
+            if sums is not None and matrix.source != "batch":
+                estimate = curvatures.per_sample(sums, group, partition)
+            else:
+                estimate = curvatures.mini_batch(matrix, gradient, group, seed=0)
+            dense = partition.dense(estimate.dense())
         entry = Curvature(taken, dense[0] if matrix.groups == 1 else dense)
         result.update(dict.fromkeys(matrix.names, entry))
         result.sources.update(dict.fromkeys(matrix.names, matrix.refreshed_from))

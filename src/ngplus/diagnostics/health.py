@@ -6,6 +6,7 @@ each refresh; :meth:`FaultCounter.health` waits for them.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngplus.diagnostics.tables import aligned
+from ngplus.diagnostics.tables import legend, within_width
 from ngplus.utils.compiled import uncompiled
-from ngplus.utils.finite import copy_to_host, read_if_on_host
+from ngplus.utils.finite import copy_to_host, norms_of, read_if_on_host
 from ngplus.utils.warnings import warn
 
 FETCH_EVERY = 100
@@ -34,6 +35,20 @@ FAULTS = {
     "steps": "The step of {} is not finite or too large; it is skipped, and its momentum is reset. "
     "A smaller learning rate may help",
 }
+
+
+# The columns of the printed tables.
+LEGEND = (
+    "gradients: steps skipped for gradients that are not finite",
+    "dropped: refreshes whose curvature was not finite",
+    "retried: refreshes with more damping or in float64",
+    "plain: refreshes without an inverse or root",
+    "steps: steps of this layer alone that were skipped",
+)
+EIGENVALUE_LEGEND = (
+    "h_1, h_2: smallest and largest eigenvalue of the matrix whose inverse is used",
+    "h_2 / h_1: its condition number",
+)
 
 
 class HealthWarning(UserWarning):
@@ -86,6 +101,9 @@ class EigenvalueBounds:
 
     They are $h_1$ and $h_2$ of the paper's Assumption 1.
 
+    Those of NGAdam are of the matrix whose inverse takes the momentum to the direction: products of the eigenvalues of
+    $(L + \lambda I)^{1/2}$ and $(R + \lambda I)^{1/2}$, divided by $\sqrt{\operatorname{tr} L}$.
+
     Attributes:
         name: of the parameter.
         h1: the smallest eigenvalue; a step is at most $\alpha / h_1$ times the gradient.
@@ -115,6 +133,9 @@ class Health:
         skipped: those of them that were skipped, since gradients were not finite.
         layers: the layers that had faults.
         eigenvalues: the bounds on the eigenvalues of each layer's $\lambda I + L$, where they were asked for.
+        update_rms: root mean square of the change of the parameters in the last step; NaN before it, and of
+            Preconditioner. With sharded parameters, of the part that this rank has, as the next one.
+        parameter_rms: root mean square of the parameters.
 
     Examples:
         >>> optimizer = ngplus.NGPlus(nn.Linear(3, 2))
@@ -126,6 +147,8 @@ class Health:
     skipped: int
     layers: tuple[LayerHealth, ...]
     eigenvalues: tuple[EigenvalueBounds, ...] = ()
+    update_rms: float = math.nan
+    parameter_rms: float = math.nan
 
     @property
     def good(self) -> bool:
@@ -140,16 +163,52 @@ class Health:
         """The counts as plain dicts, for a log."""
         return asdict(self)
 
+    def scalars(self) -> dict[str, float]:
+        """The numbers under names that stay the same over training, for any logger.
+
+        - ``steps``, ``skipped``: the counts
+        - ``faults/gradients``, ``faults/dropped``, ``faults/retried``, ``faults/plain``, ``faults/steps``: sums over
+          the layers
+        - ``update_rms``, ``parameter_rms``: as above
+        - ``h1``, ``h2``, ``condition``, after ``health(eigenvalues=True)`` and the first refresh: the smallest h_1, the
+          largest h_2 and the largest h_2 / h_1 of all layers; with ``/`` and its name behind, those of a layer
+
+        Examples:
+            >>> model = nn.Linear(3, 2)
+            >>> optimizer = ngplus.NGAdam(model)
+            >>> model(torch.randn(8, 3)).square().mean().backward()
+            >>> optimizer.step()
+            >>> found = optimizer.health().scalars()
+            >>> found["steps"], found["faults/dropped"], found["update_rms"] > 0
+            (1.0, 0.0, True)
+        """
+        found = {"steps": float(self.steps), "skipped": float(self.skipped)}
+        found.update({f"faults/{kind}": float(sum(getattr(layer, kind) for layer in self.layers)) for kind in FAULTS})
+        found.update(update_rms=self.update_rms, parameter_rms=self.parameter_rms)
+        of_all: dict[str, list[float]] = {"h1": [], "h2": [], "condition": []}
+        for bounds in self.eigenvalues:
+            numbers = {"h1": bounds.h1, "h2": bounds.h2, "condition": bounds.h2 / bounds.h1}
+            found.update({f"{key}/{bounds.name}": number for key, number in numbers.items()})
+            for key, number in numbers.items():
+                of_all[key].append(number)
+        if self.eigenvalues:
+            found.update(h1=min(of_all["h1"]), h2=max(of_all["h2"]), condition=max(of_all["condition"]))
+        return found
+
     def __str__(self) -> str:
         first = f"{self.steps} steps, {self.skipped} skipped"
         counts = [(layer.name, *(str(getattr(layer, fault)) for fault in FAULTS)) for layer in self.layers]
         bounds = [(b.name, f"{b.h1:.3g}", f"{b.h2:.3g}", f"{b.h2 / b.h1:.3g}") for b in self.eigenvalues]
         shown = [first if self.layers else f"{first}; no layer had a fault"]
-        for heads, rows in ((("layer", *FAULTS), counts), (("layer", "h_1", "h_2", "h_2 / h_1"), bounds)):
+        of_bounds = ("layer", "h_1", "h_2", "h_2 / h_1")
+        for heads, rows, explained in ((("layer", *FAULTS), counts, LEGEND), (of_bounds, bounds, EIGENVALUE_LEGEND)):
             if rows:
-                lines = aligned([heads, *rows])
-                shown += [lines[0], "-" * len(lines[0]), *lines[1:]]
+                lines = within_width([heads, *rows])
+                shown += [lines[0], "-" * len(lines[0]), *lines[1:], *legend(explained)]
         return "\n".join(shown)
+
+
+Update = tuple[Tensor, Tensor]  # the lengths of the changes of parameters, [n], and which of them were left out
 
 
 class FaultCounter:
@@ -163,6 +222,7 @@ class FaultCounter:
         self._on_device: dict[tuple[str, tuple[str, ...]], Tensor] = {}  # counts that are not copied yet
         self._copies: list[tuple[str, tuple[str, ...], Tensor, Any]] = []  # copies to the host, with their events
         self._failing: set[str] = set()
+        self._updates: Sequence[Update] = ()  # of the last step, one for each parameter group
 
     def note(self, kind: str, names: Sequence[str], flags: Tensor) -> None:
         """Counts the names whose flag, [n], is set."""
@@ -177,6 +237,13 @@ class FaultCounter:
         elif any(seen):
             for name, flag in zip(names, seen, strict=True):
                 self._count(kind, name, int(flag))
+
+    def note_updates(self, updates: Sequence[Update]) -> None:
+        """Keeps the sizes of the last step, without reading them."""
+        if torch.compiler.is_compiling():
+            uncompiled()(self.note_updates, updates)
+            return
+        self._updates = updates
 
     def _count(self, kind: str, name: str, times: int) -> None:
         if not times:
@@ -220,8 +287,8 @@ class FaultCounter:
                 HealthWarning,
             )
 
-    def health(self) -> Health:
-        """All counts; waits for the devices."""
+    def health(self, params: Sequence[Tensor] = ()) -> Health:
+        """All counts, and the sizes of these parameters and of their last update; waits for the devices."""
         self.fetch()
         for _, _, _, event in self._copies:
             if event is not None:
@@ -229,4 +296,10 @@ class FaultCounter:
         self.fetch()
         names = dict.fromkeys(name for kind, name in self._counts if kind in FAULTS)
         layers = tuple(LayerHealth(n, **{kind: self._counts[kind, n] for kind in FAULTS}) for n in names)
-        return Health(self.steps, self._counts["skipped", ""], layers)
+        length = sum(param.numel() for param in params)
+        parameter_rms = float(norms_of(params).norm()) / length**0.5 if length else math.nan
+        squares = [float(lengths.masked_fill(left_out, 0).square().sum()) for lengths, left_out in self._updates]
+        update_rms = (sum(squares) / length) ** 0.5 if squares and length else math.nan
+        return Health(
+            self.steps, self._counts["skipped", ""], layers, update_rms=update_rms, parameter_rms=parameter_rms
+        )

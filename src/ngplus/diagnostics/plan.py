@@ -25,7 +25,7 @@ from torch import Tensor
 from ngplus.capture.accumulator import keeps_low_rank, subsample_size
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.diagnostics.rank_costs import Load, load_of
-from ngplus.diagnostics.tables import aligned
+from ngplus.diagnostics.tables import plan_table
 from ngplus.distributed.collectives import Distributor, Traffic
 from ngplus.fisher.blocks import BlockPartition
 from ngplus.fisher.factors import outer_costs
@@ -34,9 +34,6 @@ from ngplus.preconditioners.ngplus_curvature import read
 from ngplus.utils.warnings import no_such_name
 
 COSTS = ("step_flops", "refresh_flops", "inverse_flops", "wire_bytes", "inverse_bytes", "step_bytes")
-# Columns of the printed table: the attribute of each heading.
-AMOUNTS = {"state": "state_bytes", "step": "step_flops", "refresh": "refresh_flops"}
-AMOUNTS_ON_RANKS = {"wire": "wire_bytes", "inverse sent": "inverse_bytes", "each step": "step_bytes"}
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,11 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Plan(Sequence[PlanRow]):
-    """The rows, in the order of the parameters; ``print(plan)`` shows the table.
+    """The rows, in the order of the parameters; ``print(plan)`` shows the table, in 80 columns.
+
+    Attributes:
+        rows: one for each matrix.
+        verbose: ``print`` shows all columns and whole names, as wide as they are.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -119,6 +120,7 @@ class Plan(Sequence[PlanRow]):
     """
 
     rows: tuple[PlanRow, ...]
+    verbose: bool = False
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):
@@ -176,45 +178,22 @@ class Plan(Sequence[PlanRow]):
         return load_of(self.rows, ranks, distribution)
 
     def __str__(self) -> str:
-        on_ranks = any(row.owner is not None for row in self.rows)
-        columns = {**AMOUNTS, **AMOUNTS_ON_RANKS} if on_ranks else AMOUNTS
-
-        def amounts(source: PlanRow | Plan) -> list[str]:
-            return [_amount(getattr(source, name)) for name in columns.values()]
-
-        table = [["parameter", "m x n", "curvature", "seen", "side", "solver", "blocks", "form", *columns]]
-        for row in self.rows:
-            name = row.name + "".join(f" + {name.rpartition('.')[2]}" for name in row.parameters[1:])
-            shape = (f"{row.groups} x " if row.groups > 1 else "") + f"{row.shape[0]} x {row.shape[1]}"
-            seen = "" if row.seen is None else f"{row.seen[0]} x {row.seen[1]}"
-            blocks = str(row.blocks) if row.blocks > row.groups else ""
-            form = "" if row.source == "batch" else row.form
-            table.append([name, shape, row.source, seen, row.side, row.solver, blocks, form, *amounts(row)])
-        if on_ranks:
-            for line, owner in zip(table, ["owner", *(str(row.owner) for row in self.rows)], strict=True):
-                line.append(owner)
-        filled = [len(self) == 0 or any(column[1:]) for column in zip(*table, strict=True)]
-        total = ["total", *[""] * 7, *amounts(self), *[""] * on_ranks]
-        text = aligned([[cell for cell, kept in zip(line, filled, strict=True) if kept] for line in [*table, total]])
-        rule = "-" * max(map(len, text))
-        seen = "seen: samples x positions of the last refresh; " if filled[3] else ""
-        in_bytes = ", ".join(name for name in columns if name not in ("step", "refresh"))
-        legend = f"{seen}step, refresh: FLOPs; {in_bytes}: bytes"
-        notes = [f"{row.name}: {row.note}" for row in self.rows if row.note]
-        return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], legend, *notes])
+        return plan_table(self)
 
 
 Entry = tuple[ParameterMatrix, dict[str, Any], dict[str, Any], Distributor | None]
 
 
-def plan_of(entries: Sequence[Entry], batch_size: int | None, positions: int | Mapping[str, int]) -> Plan:
+def plan_of(
+    entries: Sequence[Entry], batch_size: int | None, positions: int | Mapping[str, int], verbose: bool = False
+) -> Plan:
     """The plan of matrices with their groups, states and distributors."""
     names = [matrix.name for matrix, *_ in entries]
     for name in positions if isinstance(positions, Mapping) else ():
         if name not in names:
             raise KeyError(no_such_name(name, names, "positions"))
     rows = [unless_frozen(_row(*entry, batch_size, positions), entry[0], entry[2]) for entry in entries]
-    return Plan(tuple(rows))
+    return Plan(tuple(rows), verbose)
 
 
 def unless_frozen(row: PlanRow, matrix: ParameterMatrix, state: Mapping[str, Any]) -> PlanRow:
@@ -333,12 +312,3 @@ def state_bytes(state: Mapping[str, Any]) -> int:
     """Bytes of a matrix's curvature and Adam's moments."""
     tensors = [value for key, value in state.items() if isinstance(value, Tensor) and key != "momentum_buffer"]
     return sum(value.numel() * value.element_size() for value in tensors)
-
-
-def _amount(number: float) -> str:
-    """With three digits or so: 980, 9.8k, 98k, 980k."""
-    for prefix in ("", "k", "M", "G"):
-        if number < 999.5:
-            return f"{number:.{1 if prefix and number < 9.95 else 0}f}{prefix}"
-        number /= 1000
-    return f"{number:.1f}T"

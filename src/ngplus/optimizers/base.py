@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ngplus.capture import reasons
 from ngplus.capture.collector import Collector
-from ngplus.capture.layers.base import no_mixed_precision
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.diagnostics.health import FETCH_EVERY, Health
 from ngplus.distributed.collectives import Distributor, reduce_curvature
@@ -21,8 +20,9 @@ from ngplus.optimizers.gradient_matrices import agree, gradient_matrix, gradient
 from ngplus.optimizers.matrix_optimizer import MatrixOptimizer
 from ngplus.optimizers.update import UpdateRule, sgd_steps, update_parameters
 from ngplus.preconditioners.base import MatrixPreconditioner, MatrixUpdate
-from ngplus.utils.dtensor import like
+from ngplus.utils.dtensor import like, local
 from ngplus.utils.finite import RefreshStatus, keep_last_good, norms_of, read_if_on_host, zero_where
+from ngplus.utils.precision import full_precision
 from ngplus.utils.typing import State
 from ngplus.utils.warnings import warn
 
@@ -36,6 +36,7 @@ class BaseOptimizer(MatrixOptimizer):
     _update_rule: UpdateRule = staticmethod(sgd_steps)
     _decoupled_weight_decay = False  # not applied to sparse gradients; with that of SGD they raise an error
     _initialising = False  # this step only initialises the state
+    _warned_without_gradients = False
     _skip: Tensor | None = None  # a flag on an accelerator: this step changes nothing
 
     # ---------------------------------------------------------------------------------------------- of each method
@@ -61,12 +62,16 @@ class BaseOptimizer(MatrixOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with no_mixed_precision(next(iter(self._names)).device):
+        with full_precision(self._device):
             directions = self._directions()  # -D_k
             if directions is not None:
+                updates = []
                 for group in self.param_groups:  # W_(k+1) = W_k - lr D_k
-                    params, left_out = update_parameters(group, directions, self.state, self._update_rule, self._skip)
+                    made = update_parameters(group, directions, self.state, self._update_rule, self._skip)
+                    params, lengths, left_out = made
                     self._faults.note("steps", [self._names[p] for p in params], left_out)
+                    updates.append((lengths, left_out if self._skip is None else left_out | self._skip))
+                self._faults.note_updates(updates)
                 self._advance()  # k <- k + 1
             self._faults.emit_warnings()
         return loss
@@ -98,7 +103,7 @@ class BaseOptimizer(MatrixOptimizer):
     @torch.no_grad()
     def _replace_gradients(self) -> None:
         """Replaces each .grad by its direction, for another optimizer's step; by zeros where that is not finite."""
-        with no_mixed_precision(next(iter(self._names)).device):
+        with full_precision(self._device):
             directions = self._directions()
         if directions is None:
             if self._skip is not None:
@@ -116,6 +121,11 @@ class BaseOptimizer(MatrixOptimizer):
         self._faults.emit_warnings()
 
     # ---------------------------------------------------------------------------------------------- its parts
+
+    @property
+    def _device(self) -> torch.device:
+        """That of the first parameter; all groups may be empty."""
+        return next((param.device for param in self._names), torch.device("cpu"))
 
     def _prepare(self) -> Collector:
         """Checks the options, follows changes of the parameters since the last step, and ends the capture."""
@@ -141,11 +151,13 @@ class BaseOptimizer(MatrixOptimizer):
                     "No parameter has a gradient, though the model has been called: the loss does not reach any "
                     "parameter of this optimizer, or backward() was not called since zero_grad()"
                 )
+            self._warn_without_gradients()
             return None
         self._faults.steps += 1
         self._skip = self._flag_non_finite(names, ~norms.isfinite())
         if self._skip is not None and read_if_on_host(self._skip):
             collector.forget()
+            self._faults.note_updates([(norms, torch.ones_like(norms, dtype=torch.bool))])
             return None
         # Distributed checkpoints make a step with lr = 0 and zero gradients, only to have the state initialised.
         self._initialising = all(is_zero(g["lr"]) for g in self.param_groups) and not bool(norms.any())
@@ -268,7 +280,24 @@ class BaseOptimizer(MatrixOptimizer):
             >>> ngplus.NGPlus(nn.Linear(3, 2)).health().good
             True
         """
-        return self._faults.health()
+        with torch.no_grad():
+            return self._faults.health([local(param) for param in self._names])
+
+    def _warn_without_gradients(self) -> None:
+        """Warns once of a step without gradients, which changes nothing."""
+        if self._warned_without_gradients or not any(param.requires_grad for param in self._names):
+            return
+        self._warned_without_gradients = True
+        names = _some(list(self._names.values()))
+        called = (
+            "the model of this optimizer was not called, and "
+            if self._collector is not None and self._collector.watches
+            else ""
+        )
+        warn(
+            f"step() changed nothing, as no parameter of this optimizer ({names}) has a gradient: "
+            f"{called}backward() was not called since zero_grad(), or was called for the loss of another model"
+        )
 
     def _warn_replaced(self) -> None:
         """Warns once of parameters that are no longer in the model, which has others by their names. The optimizer may

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -12,18 +13,28 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from ngplus.capture.matrices import ParameterMatrix, Use, collect, separate
+from ngplus.diagnostics.health import EigenvalueBounds, Health
 from ngplus.diagnostics.plan import Plan, PlanRow, state_bytes, unless_frozen
 from ngplus.distributed.collectives import Distributor
 from ngplus.fisher.blocks import BlockPartition, NoPartition, TwoSidedPartition
 from ngplus.optimizers.base import BaseOptimizer
 from ngplus.optimizers.options import check_learning_rate
+from ngplus.optimizers.param_groups import GIVE_MODULE
+from ngplus.optimizers.refused_arguments import OF_NGADAM, refuses
 from ngplus.optimizers.update import adamw_steps
 from ngplus.preconditioners.base import MatrixPreconditioner
-from ngplus.preconditioners.inverse_root import AdamPreconditioner, RootsPreconditioner, RowsPreconditioner, block_size
+from ngplus.preconditioners.inverse_root import (
+    AdamPreconditioner,
+    RootsPreconditioner,
+    RowsPreconditioner,
+    block_size,
+    has_diagonal,
+)
 from ngplus.preconditioners.ngplus_curvature import Curvature
 from ngplus.reference import is_refresh
 from ngplus.utils.typing import Group, State
 from ngplus.utils.validation import number
+from ngplus.utils.warnings import warn
 
 
 class NGAdam(BaseOptimizer):
@@ -92,6 +103,7 @@ class NGAdam(BaseOptimizer):
     _update_rule = staticmethod(adamw_steps)
     _decoupled_weight_decay = True
 
+    @refuses(OF_NGADAM)
     def __init__(
         self,
         params: nn.Module | ParamsT,
@@ -115,6 +127,11 @@ class NGAdam(BaseOptimizer):
             "update_every": update_every,
         }
         super().__init__(params, model, 0, defaults, process_group, distribution)
+        if self._model is None and any(map(_depends_on_module, self._names)):
+            warn(
+                "NGAdam was given parameters without their module: embedding tables and kernels of convolutions are "
+                f"treated as plain matrices. To tell them apart, {GIVE_MODULE}"
+            )
 
     def _check(self, group: Mapping[str, Any]) -> None:
         check_learning_rate(group)
@@ -156,10 +173,13 @@ class NGAdam(BaseOptimizer):
 
     # ---------------------------------------------------------------------------------------------- inspection
 
-    def plan(self, batch_size: int | None = None, positions: int | Mapping[str, int] = 1) -> Plan:
+    def plan(
+        self, batch_size: int | None = None, positions: int | Mapping[str, int] = 1, *, verbose: bool = False
+    ) -> Plan:
         """The shape, blocks, bytes of state, FLOPs of a step and of a refresh of each parameter.
 
-        ``batch_size`` times ``positions`` are the rows of a sparse gradient.
+        ``batch_size`` times ``positions`` are the rows of a sparse gradient. Printed, it has 80 columns; with
+        ``verbose=True`` it has all columns, and whole names.
 
         Examples:
             >>> plan = ngplus.NGAdam(nn.Linear(4, 2)).plan()
@@ -174,7 +194,28 @@ class NGAdam(BaseOptimizer):
             touched = min(matrix.layout.rows, (batch_size or 0) * places) if matrix.sparse else matrix.layout.rows
             row = _row(matrix, touched, matrix.partition_of(group), state, self._distributor(matrix))
             rows.append(unless_frozen(row, matrix, state))
-        return Plan(tuple(rows))
+        return Plan(tuple(rows), verbose)
+
+    def health(self, eigenvalues: bool = False) -> Health:
+        """Counts of skipped steps and failed refreshes since the optimizer was made, by layer.
+
+        Args:
+            eigenvalues (bool): also the smallest and largest eigenvalue of each matrix whose inverse takes the momentum
+                to the direction, from an eigendecomposition of the roots that this rank has (default: False).
+
+        Examples:
+            >>> ngplus.NGAdam(nn.Linear(3, 2)).health().good
+            True
+        """
+        found = super().health()
+        return replace(found, eigenvalues=tuple(self._eigenvalues())) if eigenvalues else found
+
+    def _eigenvalues(self) -> Iterator[EigenvalueBounds]:
+        for matrix in self._matrices:
+            preconditioner = self._preconditioner(matrix, self._group(matrix), self.state.get(matrix.params[0], {}))
+            bounds = preconditioner.eigenvalue_bounds() if isinstance(preconditioner, RootsPreconditioner) else None
+            if bounds is not None:
+                yield EigenvalueBounds(matrix.name, *bounds)
 
     def curvature(self, which: str | nn.Parameter) -> Curvature:
         """The moving average of L or R, the smaller one, of a parameter given by its name or as a tensor. It is dense.
@@ -200,6 +241,11 @@ class NGAdam(BaseOptimizer):
         blocks = state[side] / (1 - self._group(matrix)["betas"][1] ** state["step"])
         dense = torch.stack([torch.block_diag(*own)[:length, :length] for own in blocks.chunk(matrix.groups)])
         return Curvature(side, dense[0] if matrix.groups == 1 else dense)
+
+
+def _depends_on_module(param: nn.Parameter) -> bool:
+    """May the module of a parameter change its L and R? Those of a table and of a convolution's kernel differ."""
+    return param.dim() > 2 or (param.dim() == 2 and has_diagonal(*param.shape))
 
 
 def _partition(matrix: ParameterMatrix) -> BlockPartition:

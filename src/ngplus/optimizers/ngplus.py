@@ -19,11 +19,14 @@ from ngplus.diagnostics.plan import Plan, plan_of
 from ngplus.distributed.collectives import Distributor, ReplicatedDistributor
 from ngplus.fisher.products import REFRESH_MEMORY
 from ngplus.optimizers.base import BaseOptimizer
+from ngplus.optimizers.param_groups import GIVE_MODULE
+from ngplus.optimizers.refused_arguments import OF_NGPLUS, refuses
 from ngplus.preconditioners import ngplus_curvature as curvatures
 from ngplus.preconditioners.broadcast import broadcast_inverses, entries_to_send
 from ngplus.preconditioners.inverse import InversePreconditioner
 from ngplus.preconditioners.ngplus_curvature import Curvature, StateEntries
 from ngplus.utils.finite import RefreshStatus
+from ngplus.utils.precision import full_precision
 from ngplus.utils.typing import Group, State
 from ngplus.utils.warnings import warn
 
@@ -131,6 +134,7 @@ class NGPlus(BaseOptimizer):
 
     _hinted = False  # has the hint been given that the module would bring per-sample curvature?
 
+    @refuses(OF_NGPLUS)
     def __init__(
         self,
         params: nn.Module | ParamsT,
@@ -193,8 +197,7 @@ class NGPlus(BaseOptimizer):
             self._hinted = True
             warn(
                 "NGPlus was given parameters without their module: their curvature comes from the gradients of "
-                "mini-batches, as with curvature='batch'. Give the module in place of its parameters, or as model=, "
-                "for that of samples"
+                f"mini-batches, as with curvature='batch'. For that of samples, {GIVE_MODULE}"
             )
         return {**param_group, "curvature": "batch"}
 
@@ -233,11 +236,14 @@ class NGPlus(BaseOptimizer):
 
     # ---------------------------------------------------------------------------------------------- inspection
 
-    def plan(self, batch_size: int | None = None, positions: int | Mapping[str, int] = 1) -> Plan:
+    def plan(
+        self, batch_size: int | None = None, positions: int | Mapping[str, int] = 1, *, verbose: bool = False
+    ) -> Plan:
         """The shape, side, solver, blocks, bytes of state, FLOPs of a step and of a refresh of each parameter.
 
         Before the first refresh the samples and positions of the layers are not known; ``batch_size`` and ``positions``
-        (one number, or one by the name of a matrix's first parameter) stand in for them.
+        (one number, or one by the name of a matrix's first parameter) stand in for them. Printed, it has 80 columns;
+        with ``verbose=True`` it has all columns, and whole names.
 
         Examples:
             >>> plan = ngplus.NGPlus(nn.Linear(4, 2)).plan(batch_size=8)
@@ -246,7 +252,7 @@ class NGPlus(BaseOptimizer):
         """
         self._find_replicas()
         entries = [(m, self._group(m), self.state.get(m.params[0], {}), self._distributor(m)) for m in self._matrices]
-        return plan_of(entries, batch_size, positions)
+        return plan_of(entries, batch_size, positions, verbose)
 
     def curvature(self, which: str | nn.Parameter) -> Curvature:
         """The side and the dense L or R of a parameter, given by its name or as a tensor. It is zero outside of its
@@ -274,7 +280,8 @@ class NGPlus(BaseOptimizer):
                 "ranks that share the work on it: ask there"
             )
         state = self.state.get(matrix.params[0], {})
-        dense = curvatures.dense_curvature(state, matrix, group, matrix.estimate)
+        with full_precision(matrix.params[0].device):
+            dense = curvatures.dense_curvature(state, matrix, group, matrix.estimate)
         return Curvature(matrix.side(group["side"]), dense[0] if matrix.groups == 1 else dense)
 
     def health(self, eigenvalues: bool = False) -> Health:

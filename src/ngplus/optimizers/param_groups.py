@@ -1,4 +1,5 @@
-"""Parameters as a user gives them: found in a wrapped model, named, and refused where NG+ cannot take them."""
+"""Parameters as a user gives them: found in a wrapped model, named, and refused where NG+ cannot take them; groups of
+them with and without weight decay."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ngplus.capture.matrices import named
+from ngplus.capture.matrices import collect, named
+from ngplus.utils.validation import number
+
+# The end of a hint, where the module would make a difference.
+GIVE_MODULE = (
+    "give the module in place of its parameters, or pass model=. docs/training.md says how, also where a framework "
+    "makes the optimizer"
+)
 
 
 def inside(model: nn.Module) -> nn.Module:
@@ -69,3 +77,41 @@ def check_parameters(group: Mapping[str, Any]) -> None:
             raise ValueError(f"Parameter {name} is complex; only real ones are taken: keep torch.view_as_real of it")
         if not param.is_floating_point():
             raise ValueError(f"Parameter {name} is {param.dtype}; only floating-point ones are taken: make it a buffer")
+
+
+def decay_groups(model: nn.Module, weight_decay: float, *, decay_embeddings: bool = True) -> list[dict[str, Any]]:
+    """Parameter groups with weight decay on matrices, and none on biases, norm layers and other vectors.
+
+    Returns at most two groups, with the names of the parameters, for any torch optimizer. Give NGPlus or NGAdam the
+    module, too, as ``model``. A tied parameter is in one group, once. A table with sparse gradients has no decay.
+    Frozen parameters are in the groups, so that they can be thawed.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+        >>> groups = ngplus.decay_groups(model, 0.1)
+        >>> [(group["weight_decay"], [name for name, _ in group["params"]]) for group in groups]
+        [(0.1, ['0.weight', '2.weight']), (0.0, ['0.bias', '1.weight', '1.bias', '2.bias'])]
+        >>> optimizer = ngplus.NGAdam(groups, model=model)
+        >>> optimizer = torch.optim.AdamW(ngplus.decay_groups(model, 0.1))
+
+    Args:
+        model (Module): the model, which may be compiled or wrapped by DistributedDataParallel.
+        weight_decay (float): of the first group.
+        decay_embeddings (bool): the tables of embeddings have weight decay. A table that is also the weight of the
+            output layer counts as one (default: True).
+    """
+    number("weight_decay", weight_decay)
+    check_model(model)
+    model = inside(model)
+    names = named(model.named_parameters())
+    decayed: set[nn.Parameter] = set()
+    for matrix in collect(model, {param: name for param, name in names.items() if param.numel() > 0})[0]:
+        if matrix.sparse or (matrix.lookup and not decay_embeddings):
+            continue
+        parts = zip(matrix.names, matrix.params, matrix.kinds, strict=True)
+        decayed.update(param for name, param, kind in parts if kind != "column" and not name.endswith("bias"))
+    groups = [
+        {"params": [(name, p) for p, name in names.items() if (p in decayed) is decays], "weight_decay": amount}
+        for decays, amount in ((True, weight_decay), (False, 0.0))
+    ]
+    return [group for group in groups if group["params"]]

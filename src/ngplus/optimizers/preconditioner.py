@@ -54,9 +54,11 @@ class Preconditioner:
         """Puts the direction in the place of each gradient, as a new tensor; zeros where it is not finite."""
         self._optimizer._replace_gradients()
 
-    def plan(self, batch_size: int | None = None, positions: int | Mapping[str, int] = 1) -> Plan:
+    def plan(
+        self, batch_size: int | None = None, positions: int | Mapping[str, int] = 1, *, verbose: bool = False
+    ) -> Plan:
         """As of ``NGPlus``."""
-        return self._optimizer.plan(batch_size, positions)
+        return self._optimizer.plan(batch_size, positions, verbose=verbose)
 
     def health(self, eigenvalues: bool = False) -> Health:
         """See :meth:`ngplus.NGPlus.health`."""

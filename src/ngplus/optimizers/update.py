@@ -21,12 +21,12 @@ def update_parameters(
     states: MutableMapping[Tensor, State],
     rule: UpdateRule,
     skip: Tensor | None = None,
-) -> tuple[list[nn.Parameter], Tensor]:
+) -> tuple[list[nn.Parameter], Tensor, Tensor]:
     """W <- W - lr * step, where ``rule`` makes the steps of dense directions: :func:`sgd_steps`, :func:`adamw_steps`.
     A sparse direction is a step: its rows have no momentum and no weight decay.
 
     A step that would leave its parameter not finite is left out, and its momentum is reset: the parameters are
-    returned with a flag for each, [n]. Where ``skip`` is set, no parameter changes.
+    returned with the length of each one's change and a flag, [n]. Where ``skip`` is set, no parameter changes.
     """
     lr = group["lr"]
     if isinstance(lr, Tensor):
@@ -35,19 +35,20 @@ def update_parameters(
         lr = torch.zeros(()) + lr
     params = [param for param in dict.fromkeys(group["params"]) if param in directions]  # torch allows duplicates
     if not params:
-        return params, torch.zeros(0, dtype=torch.bool)
+        return params, torch.zeros(0), torch.zeros(0, dtype=torch.bool)
     dense = [param for param in params if not directions[param].is_sparse]
     made = rule(group, dense, [directions[param] for param in dense], states) if dense else []
     ready = {**directions, **dict(zip(dense, made, strict=True))}
     steps = [ready[param] for param in params]
     parts = [local(param) for param in params]
-    bad = _too_long(parts, steps, lr)
+    lengths = norms_of(steps) * lr
+    bad = _too_long(parts, steps, lengths, lr)
     _subtract(parts, steps, lr, bad if skip is None else bad | skip)
     seen = read_if_on_host(bad)
     if seen is None or any(seen):
         buffers = [states[param].get("momentum_buffer") for param in params]
         zero_where(bad, [torch.empty(0) if buffer is None else local(buffer) for buffer in buffers])
-    return params, bad
+    return params, lengths, bad
 
 
 def adamw_steps(
@@ -92,10 +93,9 @@ def sgd_steps(
     return list(torch._foreach_add(steps, buffers, alpha=momentum))
 
 
-def _too_long(params: Sequence[Tensor], steps: list[Tensor], lr: float | Tensor) -> Tensor:
+def _too_long(params: Sequence[Tensor], steps: list[Tensor], lengths: Tensor, lr: float | Tensor) -> Tensor:
     """Flags, [n], of the steps that are not finite, or so long that they could leave a parameter not finite."""
-    norms = norms_of(steps)
-    bad = ~(norms * lr < LONGEST_STEP)  # what is not a number is below nothing
+    bad = ~(lengths < LONGEST_STEP)  # what is not a number is below nothing
     for i, (param, step) in enumerate(zip(params, steps, strict=True)):
         if param.dtype == torch.float16:  # whose range ends at 65504
             bad[i] |= ~((param.float() - lr * step.float()).to(param.dtype).isfinite().all())

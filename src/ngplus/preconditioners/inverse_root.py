@@ -55,11 +55,16 @@ def block_size(length: int, other: int, unit: int = 1) -> int:
     """Rows of a block of a side. Blocks of a convolution's inputs hold whole channels of ``unit`` columns."""
     if length <= WHOLE:
         return length
-    if length > DIAGONAL_ABOVE and length >= DIAGONAL_RATIO * other:
+    if has_diagonal(length, other):
         return 1
     units = length // unit
     blocks = ceil(units / max(1, (BLOCK if unit == 1 else KERNEL_BLOCK) // unit))
     return unit * ceil(units / blocks)
+
+
+def has_diagonal(length: int, other: int) -> bool:
+    """Is L or R of a side diagonal, as of embedding tables?"""
+    return length > DIAGONAL_ABOVE and length >= DIAGONAL_RATIO * other
 
 
 def damping_at(step: int) -> float:
@@ -175,6 +180,16 @@ class RootsPreconditioner(AveragingPreconditioner):
         direction = multiply(state["left_root"], multiply(state["right_root"], ahead.mT).mT)
         return clip(direction, 1 / (1 - beta1 ** state["step"])), update.rows
 
+    def eigenvalue_bounds(self) -> tuple[float, float] | None:
+        """The smallest and largest eigenvalue of the matrix whose inverse takes the momentum to the direction, before
+        the bound on its root mean square; None before the first refresh."""
+        if not self.fits():
+            return None
+        groups, m, n = self.state["exp_avg"].shape
+        left, right = _spectra(self.state["left_root"], groups, m), _spectra(self.state["right_root"], groups, n)
+        largest, smallest = left.amax(1) * right.amax(1), left.amin(1) * right.amin(1)
+        return 1 / float(largest.max()), 1 / max(float(smallest.min()), torch.finfo(torch.float64).tiny)
+
 
 class RowsPreconditioner(AveragingPreconditioner):
     """The direction of the rows [1, r, n] of a sparse gradient: D = G (R + lambda I)^(-1/2), with R the mean over rows.
@@ -247,6 +262,17 @@ def clip(direction: Tensor, factor: float = 1.0) -> Tensor:
 def _root(x: Tensor, damping: Tensor, status: RefreshStatus) -> Tensor:
     each = _each(damping.clamp_min(torch.finfo(x.dtype).tiny), x)
     return (x + each).rsqrt() if x.shape[-1] == 1 else inverse_root(x, each, status)
+
+
+def _spectra(root: Tensor, groups: int, length: int) -> Tensor:
+    """The eigenvalues of each group's root, [groups, length], in float64, without the rows that fill up a block."""
+    blocks = root.double().unflatten(0, (groups, -1))
+    if blocks.shape[2] == 1:
+        return blocks.flatten(1)
+    filled = blocks.shape[1] * blocks.shape[2] - length
+    rest = blocks.shape[2] - filled
+    parts = [torch.linalg.eigvalsh(blocks[:, :-1]).flatten(1), torch.linalg.eigvalsh(blocks[:, -1, :rest, :rest])]
+    return torch.cat(parts, dim=1).clamp_min(0)
 
 
 def _each(numbers: Tensor, x: Tensor) -> Tensor:

@@ -25,10 +25,8 @@ tensor to [samples, positions, features]. The left side, L = 1/S sum_i G_i G_i^T
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from ngplus.capture.batch import Batch
@@ -157,10 +155,3 @@ def _registered_class(module: nn.Module) -> type[Any] | None:
 
 def _dotted_name(cls: type[Any]) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def no_mixed_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Disables autocast: curvature is computed in the precision of its tensors."""
-    if not torch.is_autocast_enabled(device.type):  # entering autocast costs as much as a small layer
-        return nullcontext()
-    return torch.autocast(device_type=device.type, enabled=False)

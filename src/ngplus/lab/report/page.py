@@ -107,12 +107,14 @@ def _section(number: int, section: Section) -> str:
 
 
 def _box(value: str, label: str, checked: bool = False) -> str:
-    return f'<label><input type="checkbox" value="{value}" autocomplete="off"{" checked" * checked}> {escape(label)}</label>'
+    mark = " checked" if checked else ""
+    return f'<label><input type="checkbox" value="{value}" autocomplete="off"{mark}> {escape(label)}</label>'
 
 
 def _legend(section: Section) -> str:
     labels = [
-        f'<label class="c{place % COLOURS} d{place // COLOURS % 4}"><input type="checkbox" value="{place}" autocomplete="off" checked>'
+        f'<label class="c{place % COLOURS} d{place // COLOURS % 4}">'
+        f'<input type="checkbox" value="{place}" autocomplete="off" checked>'
         f"<i></i><span>{escape(name)}</span></label>"
         for name, place in section.places.items()
     ]
