@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["gfim", "inverse_root", "is_refresh", "ngadam_direction", "ngplus_direction", "ngplus_step"]
+__all__ = ["gfim", "inverse_root", "is_refresh", "ngadam_direction", "ngplus_direction", "ngplus_step", "some_columns"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -136,6 +136,25 @@ def is_refresh(step: int, update_every: int) -> bool:
     return step in (1, 2, 3, 4, 6) or (step - 1) % update_every == 0
 
 
+def column_stride(n: int) -> int:
+    r"""$q = \min(8, \lceil n / 256 \rceil)$ of :func:`some_columns`, for $n$ columns."""
+    return min(8, -(-n // 256))
+
+
+def some_columns(x: Tensor, step: int) -> Tensor:
+    r"""Every $q$-th column of $x$, beginning with column ``step`` mod $q$, times $\sqrt q$; all columns where there are
+    at most 256. The mean of the products of these columns over $q$ steps is $x x^\top$.
+
+    This is the paper's sketched product, with columns taken in turn and not at random.
+
+    Examples:
+        >>> tuple(ngplus.reference.some_columns(torch.ones(2, 1000), step=1).shape)
+        (2, 250)
+    """
+    q = column_stride(x.shape[-1])
+    return x if q == 1 else x[..., step % q :: q] * q**0.5
+
+
 def ngadam_direction(
     gradient: Tensor,
     state: dict[str, Any],
@@ -148,9 +167,9 @@ def ngadam_direction(
 
     $$D = \sqrt{\operatorname{tr} L} (L + \lambda I)^{-1/2} N (R + \lambda I)^{-1/2}$$
 
-    L and R are moving averages of $G G^\top$ and $G^\top G$. ``damping`` is relative: $\lambda$ is ``damping``, or
-    $t^{-2}$ in step $t$ where that is larger, times the mean eigenvalue of L, and of R. ``max_rms`` is the largest root
-    mean square of D.
+    L and R are moving averages of $G G^\top$ and $G^\top G$, of wide matrices from :func:`some_columns`. ``damping`` is
+    relative: $\lambda$ is ``damping``, or $t^{-2}$ in step $t$ where that is larger, times the mean eigenvalue of L, and
+    of R. ``max_rms`` is the largest root mean square of D.
 
     Examples:
         >>> state = {}
@@ -165,8 +184,9 @@ def ngadam_direction(
     state["step"] += 1
     correction1, correction2 = (1 - beta ** state["step"] for beta in betas)
     state["momentum"].lerp_(gradient, 1 - betas[0])
-    state["left"].lerp_(gradient @ gradient.mT, 1 - betas[1])
-    state["right"].lerp_(gradient.mT @ gradient, 1 - betas[1])
+    columns, rows = some_columns(gradient, state["step"]), some_columns(gradient.mT, state["step"])
+    state["left"].lerp_(columns @ columns.mT, 1 - betas[1])
+    state["right"].lerp_(rows @ rows.mT, 1 - betas[1])
     if is_refresh(state["step"], update_every):
         left, right = state["left"] / correction2, state["right"] / correction2
         trace = left.trace().clamp_min(1e-30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ import ngplus
 from helpers.training import Inputs, equal, floats, indices, train_to_zero
 from ngplus.lab.candidates import Roots
 from ngplus.preconditioners.inverse_root import MAX_RMS, damping_at
-from ngplus.reference import inverse_root, ngadam_direction
+from ngplus.reference import column_stride, inverse_root, ngadam_direction, some_columns
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
 LR, DECAY = 0.02, 0.3
@@ -41,8 +42,38 @@ def test_step_of_a_matrix_is_that_of_the_reference() -> None:
         torch.testing.assert_close(weight.grad, gradient, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(4, 600), (600, 150), (3, 2500)])
+def test_wide_matrices_are_averaged_from_some_columns(shape: tuple[int, int]) -> None:
+    """L and R against averages over the columns written one by one."""
+    weight = nn.Parameter(torch.zeros(shape))
+    optimizer = ngplus.NGAdam([weight], betas=(0.9, 0.8))
+    left, right = torch.zeros(shape[0], shape[0]), torch.zeros(shape[1], shape[1])
+    for step, gradient in enumerate(gradients(shape, 3), 1):
+        weight.grad = gradient
+        optimizer.step()
+        for average, x in ((left, gradient), (right, gradient.mT)):
+            every = min(8, math.ceil(x.shape[1] / 256))
+            taken = [column for column in range(x.shape[1]) if column % every == step % every]
+            average.mul_(0.8).add_(sum(torch.outer(x[:, c], x[:, c]) for c in taken), alpha=0.2 * every)
+    state = optimizer.state[weight]
+    for average, stored in ((left, state["left"]), (right, state["right"])):
+        rows = stored.shape[-1]
+        if rows > 1:  # a diagonal side takes in all columns
+            blocks = [average[i : i + rows, i : i + rows] for i in range(0, len(average), rows)]
+            for own, wanted in zip(stored, blocks, strict=True):
+                torch.testing.assert_close(own[: len(wanted), : len(wanted)], wanted)
+
+
+def test_some_columns_add_up_to_the_product() -> None:
+    x = torch.randn(5, 700)
+    every = column_stride(700)
+    products = [(part @ part.mT) for part in (some_columns(x, step) for step in range(every))]
+    assert every == 3
+    torch.testing.assert_close(torch.stack(products).mean(0), x @ x.mT)
+
+
 def convolutions() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 30, 3), nn.ReLU(), nn.Conv2d(30, 8, 3), nn.Flatten(), nn.Linear(128, 4))
+    return nn.Sequential(nn.Conv2d(3, 28, 3), nn.ReLU(), nn.Conv2d(28, 8, 3), nn.Flatten(), nn.Linear(128, 4))
 
 
 def wide() -> nn.Module:

@@ -31,7 +31,7 @@ from ngplus.preconditioners.inverse_root import (
     has_diagonal,
 )
 from ngplus.preconditioners.ngplus_curvature import Curvature
-from ngplus.reference import is_refresh
+from ngplus.reference import column_stride, is_refresh
 from ngplus.utils.typing import Group, State
 from ngplus.utils.validation import number
 from ngplus.utils.warnings import warn
@@ -63,10 +63,12 @@ class NGAdam(BaseOptimizer):
             - $D \leftarrow D / \max(1, \operatorname{rms}(D) / 0.3)$
             - $W \leftarrow (1 - \alpha w) W - \alpha D$
 
-    A side above 160 falls into blocks of up to 128 rows (of up to 144 columns and whole channels for the inputs of a
-    convolution); a side above 640 that is at least 5 times the other one has a diagonal L or R. Tables of embeddings
-    have diagonal L and R. Vectors have Adam's update with Nesterov's momentum. The rows of sparse gradients have R
-    alone, and no momentum.
+    Where $G$ has $n > 256$ columns, L takes in every $q$-th of them in turn, $q$ times, with
+    $q = \min(8, \lceil n / 256 \rceil)$; R does so with rows. A side above 160 falls into blocks of up to 128 rows: of
+    up to 144 columns and whole channels for the inputs of a convolution, and so that no block has rows of two of the
+    queries, keys and values of a packed projection. A side above 640 that is at least 5 times the other one has a
+    diagonal L or R. Tables of embeddings have diagonal L and R. Vectors have Adam's update with Nesterov's momentum.
+    The rows of sparse gradients have R alone, and no momentum.
 
     Examples:
         >>> model = nn.Linear(4, 2)
@@ -271,7 +273,10 @@ def _row(
     moments = 0 if matrix.sparse else groups * m * n * (1 if sides else 2)
     padded = sum(groups * ceil(own.d / own.size) * own.size**2 for own in sides)  # the last block is filled up
     elements = moments + 2 * padded
-    products = sum(2 * own.elements * (rows * n // own.d) for own in sides)
+    products = [
+        (2 * own.elements, rows * n // own.d, own.size) for own in sides
+    ]  # a side with a matrix of so many columns
+    averages = sum(cost * other // (column_stride(other) if size > 1 else 1) for cost, other, size in products)
     return PlanRow(
         name=matrix.name,
         parameters=tuple(matrix.names),
@@ -283,7 +288,7 @@ def _row(
         blocks=partition.count if sides else 0,
         form="mini-batch" if sides else "",
         state_bytes=state_bytes(state) or elements * bytes_each,
-        step_flops=2 * products,  # L and R, and D
+        step_flops=averages + sum(cost * other for cost, other, _ in products),  # L and R, and D
         refresh_flops=9 * partition.cubes if sides else 0,
         inverse_flops=9 * partition.cubes if sides else 0,
         note="",

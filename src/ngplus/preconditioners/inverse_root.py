@@ -2,9 +2,10 @@
 
     D = sqrt(tr L) (L + lambda I)^(-1/2) M (R + lambda I)^(-1/2)
 
-L and R are moving averages of G G^T and G^T G, with G the mini-batch gradient. Long sides fall into blocks, each with
-an L or R of its own; a side with blocks of one row has a diagonal L or R. With both sides diagonal, the update is that
-of Adafactor.
+L and R are moving averages of G G^T and G^T G, with G the mini-batch gradient. Of a gradient with more than 256
+columns, L takes in some of them in each step; of one with more than 256 rows, R takes in some of these
+(:func:`ngplus.reference.some_columns`). Long sides fall into blocks, each with an L or R of its own; a side with blocks
+of one row has a diagonal L or R, of all columns. With both sides diagonal, the update is that of Adafactor.
 
 ========== ================================================ ===========================
 key        what                                             shape
@@ -38,6 +39,7 @@ from ngplus.capture.matrices import ParameterMatrix
 from ngplus.fisher.blocks import TwoSidedPartition
 from ngplus.fisher.inverses import inverse_root
 from ngplus.preconditioners.base import Direction, MatrixPreconditioner, MatrixUpdate
+from ngplus.reference import some_columns
 from ngplus.utils.finite import RefreshStatus
 from ngplus.utils.typing import Group, State
 
@@ -47,16 +49,22 @@ MAX_RMS = 0.3  # of a direction: usually 0.1 to 0.3, but larger where gradients 
 
 WHOLE = 160  # rows of a side that is one block
 BLOCK = 128  # rows of a block of a longer side, at most
+SMALLEST_PART = 64  # rows of a block of queries, keys or values; smaller ones lose more than a cut across
 KERNEL_BLOCK = 144  # columns of a block of a convolution's inputs, at most: whole channels
 DIAGONAL_ABOVE, DIAGONAL_RATIO = 640, 5  # a side above 640 that is at least 5 times the other one has a diagonal L or R
 
 
 def block_size(length: int, other: int, unit: int = 1) -> int:
-    """Rows of a block of a side. Blocks of a convolution's inputs hold whole channels of ``unit`` columns."""
+    """Rows of a block of a side. Blocks of a convolution's inputs hold whole channels of ``unit`` columns. No block has
+    rows of two of the queries, keys and values, where these are one matrix."""
     if length <= WHOLE:
         return length
     if has_diagonal(length, other):
         return 1
+    if length == 3 * other and unit == 1:
+        parts = next(k for k in range(ceil(other / WHOLE), other + 1) if other % k == 0)
+        if other // parts >= SMALLEST_PART:
+            return other // parts
     units = length // unit
     blocks = ceil(units / max(1, (BLOCK if unit == 1 else KERNEL_BLOCK) // unit))
     return unit * ceil(units / blocks)
@@ -160,8 +168,9 @@ class RootsPreconditioner(AveragingPreconditioner):
         """M, L and R."""
         state, (beta1, beta2) = self.state, self.group["betas"]
         state["exp_avg"].lerp_(gradient, 1 - beta1)
-        state["left"].lerp_(products(gradient, self.rows), 1 - beta2)
-        state["right"].lerp_(products(gradient.mT, self.cols), 1 - beta2)
+        for side, x, rows in (("left", gradient, self.rows), ("right", gradient.mT, self.cols)):
+            taken = x if rows == 1 else some_columns(x, state["step"])
+            state[side].lerp_(products(taken, rows), 1 - beta2)
 
     def refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
         """Makes the roots of L and R anew."""
