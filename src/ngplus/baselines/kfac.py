@@ -17,7 +17,7 @@ from ngplus.capture.loss_scale import captured_scale
 from ngplus.capture.matrices import ParameterMatrix
 from ngplus.diagnostics.plan import state_bytes
 from ngplus.fisher import inverses, products
-from ngplus.fisher.factors import Factors, Joined, Outer
+from ngplus.fisher.factors import Factors, Joined, Outer, at_once
 from ngplus.fisher.factors.base import take
 from ngplus.preconditioners.base import Direction, MatrixPreconditioner, MatrixUpdate
 from ngplus.utils.finite import RefreshStatus, all_finite, read_if_on_host
@@ -49,7 +49,7 @@ class _Sums(BaselineAccumulator):
     bound: float | Tensor = 0.0
 
     def add(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int) -> None:
-        uses = list(factors.uses) if isinstance(factors, Joined) else [factors]
+        uses = [at_once(use) for use in (factors.uses if isinstance(factors, Joined) else [factors])]
         outer = [use for use in uses if isinstance(use, Outer)]
         if len(outer) < len(uses):
             side = matrix.side("smaller")
@@ -89,7 +89,7 @@ def kronecker_sums(uses: list[Outer], expand: bool, dtype: torch.dtype) -> tuple
     positions = sum(use.positions for use in uses)
     numbers = first.groups * positions * (first.rows + first.cols)
     step = max(1, products.CHUNK_BYTES // (numbers * (torch.finfo(dtype).bits // 8)))
-    device = first.left.device if isinstance(first.left, Tensor) else None
+    device = first.left.device
     sums = [torch.zeros(first.groups, d, d, dtype=dtype, device=device) for d in (first.cols, first.rows)]
     squares = [torch.zeros((), dtype=dtype, device=device) for _ in sums]
     for start in range(0, first.samples, step):

@@ -159,6 +159,14 @@ def _dotted_name(cls: type[Any]) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+def autocast_input(x: Tensor) -> Tensor:
+    """Returns the input of a product as autocast converts it, so that what is saved of it is saved once."""
+    kind = x.device.type
+    if x.dtype != torch.float32 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
 def no_mixed_precision(device: torch.device) -> AbstractContextManager[object]:
     """Disables autocast: curvature is computed in the precision of its tensors."""
     if not torch.is_autocast_enabled(device.type):  # entering autocast costs as much as a small layer
