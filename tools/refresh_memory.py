@@ -1,97 +1,130 @@
-"""Measures the peak memory of a step with a refresh against that of SGD, each in a process of its own.
+"""Measures the peak memory of a step with a refresh beyond that of a step of SGD, by torch's profiler.
 
-    python tools/refresh_memory.py
+    python tools/refresh_memory.py             the large cases of the tests, for three bounds
+    python tools/refresh_memory.py --all       and the 97 architectures of docs/architectures.md
+    python tools/refresh_memory.py graph       some of the cases
 
-The size of a process counts, so that weights, activations and the state are in both numbers.
+The optimizer's state is in the number. Needs the extra ``ngplus[dev]``.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
-import subprocess
+import importlib
 import sys
 import warnings
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 import ngplus
 
-Loss = Callable[[], Tensor]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from architectures.cases import ARCHITECTURES, Architecture
+from architectures.measure import call, loss_of, weights_of
+from helpers.memory import CASES, Built, peak_bytes, refresh_bytes
+
+MEGA = 2**20
+BOUNDS = (16, 50, 1024)  # MB
+MODULES = ("text", "vision", "graphs", "diffusion", "adapters")
 
 
-class Own(nn.Module):
-    """A module without a layer rule."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(size, size) / size**0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
-
-
-def graph() -> tuple[nn.Module, Loss]:
+def graph() -> Built:
     """A GCN of 17,802 parameters on 40,000 nodes, each of which counts as a sample."""
     from torch_geometric.nn import GCNConv, Sequential
 
     nodes = 40_000
-    x, edges, y = torch.randn(nodes, 128), torch.randint(nodes, (2, 5 * nodes)), torch.randint(10, (nodes,))
     layers: Any = [(GCNConv(128, 128), "x, e -> x"), nn.ReLU(), (GCNConv(128, 10), "x, e -> x")]
-    model = Sequential("x, e", layers)
-    return model, lambda: F.cross_entropy(model(x, edges), y)
+    return (
+        Sequential("x, e", layers),
+        (torch.randn(nodes, 128), torch.randint(nodes, (2, 5 * nodes))),
+        {"sample_index": lambda x, edges: torch.arange(len(x))},
+    )
 
 
-def unknown() -> tuple[nn.Module, Loss]:
-    """Modules without a rule, 512 x 512, with 1,024 samples."""
-    model = nn.Sequential(Own(512), nn.ReLU(), Own(512), nn.ReLU(), nn.Linear(512, 10))
-    x, y = torch.randn(1024, 512), torch.randint(10, (1024,))
-    return model, lambda: F.cross_entropy(model(x), y)
+class Logits(nn.Module):
+    """The logits of a language model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids).logits
 
 
-def mixtral() -> tuple[nn.Module, Loss]:
+def mixtral() -> Built:
     """A small Mixtral on 16 texts of 128 tokens."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-    model = MixtralForCausalLM(
-        MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
-    )
-    ids = torch.randint(512, (16, 128))
-    return model, lambda: model(input_ids=ids, labels=ids).loss
+    config = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
+    return Logits(MixtralForCausalLM(config)), (torch.randint(512, (16, 128)),), {}
 
 
-CASES = {"graph": graph, "unknown": unknown, "mixtral": mixtral}
+LARGE = {**CASES, "graph": graph, "mixtral": mixtral}
 
 
-def one_step(case: str, refresh: bool) -> None:
-    torch.set_num_threads(1)
+def of_architecture(architecture: Architecture, memory: int) -> tuple[int, int, ngplus.NGPlus]:
+    """The peaks of SGD and of NGPlus, and that optimizer, for a model of the tests."""
     torch.manual_seed(0)
-    warnings.simplefilter("ignore")
-    model, loss = CASES[case]()
-    optimizer: Any = ngplus.NGPlus(model, lr=1e-4) if refresh else torch.optim.SGD(model.parameters(), lr=1e-4)
-    loss().backward()
-    optimizer.step()
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+    case = architecture.build()
+    outputs = case.outputs(call(case.model, case.batch))
+    weights, count = weights_of(outputs), len(outputs[0])
+    del outputs
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        loss_of(case.outputs(call(case.model, case.batch)), weights).div(count).backward()
+        optimizer.step()
+
+    plain = peak_bytes(lambda: step(torch.optim.SGD(case.model.parameters(), lr=0.0)))
+    case.model.zero_grad()
+    optimizer = ngplus.NGPlus(case.model, lr=0.0, damping=1.0, refresh_memory=memory, **case.options)
+    return plain, peak_bytes(lambda: step(optimizer)), optimizer
+
+
+def state_bytes(optimizer: ngplus.NGPlus) -> int:
+    tensors = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    return sum(x.nbytes for x in tensors)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=list(CASES))
-    parser.add_argument("--step", choices=("sgd", "refresh"), help=argparse.SUPPRESS)
+    parser.add_argument("cases", nargs="*", default=list(LARGE))
+    parser.add_argument("--all", action="store_true", help="measure the architectures, too")
     asked = parser.parse_args()
-    if asked.step:
-        one_step(asked.cases[0], asked.step == "refresh")
-        return
-    for case in asked.cases:
-        command = [sys.executable, __file__, case, "--step"]
-        runs = [subprocess.run([*command, step], check=True, capture_output=True) for step in ("sgd", "refresh")]
-        plain, refresh = (float(run.stdout.split()[-1]) for run in runs)
-        print(f"{case}: {plain:.2f} GiB with SGD, {refresh:.2f} GiB with a refresh", flush=True)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    print("MB of a step of SGD, and beyond it of a step with a refresh, for refresh_memory of", *BOUNDS, "MB")
+    for name in asked.cases:
+        row = []
+        for bound in BOUNDS:
+            plain, peak, optimizer = refresh_bytes(LARGE[name], bound * MEGA)
+            plan = optimizer.plan()
+            large = sum("refresh_memory" in each.note for each in plan)
+            row.append(f"{(peak - plain) / MEGA:.1f}" + (f", {large} of {len(plan)} mini-batch" if large else ""))
+        print(" | ".join(["", name, f"{plain / MEGA:.1f}", *row, ""]).strip(), flush=True)
+    if asked.all:
+        architectures()
+
+
+def architectures() -> None:
+    for module in MODULES:
+        importlib.import_module(f"architectures.{module}")
+    most = []
+    for name, architecture in ARCHITECTURES.items():
+        plain, peak, optimizer = of_architecture(architecture, 1024 * MEGA)
+        most.append((peak - plain, name))
+        print(
+            f"{name}: {plain / MEGA:.2f} MB, {(peak - plain) / MEGA:.2f} beyond it, "
+            f"{state_bytes(optimizer) / MEGA:.2f} of state",
+            flush=True,
+        )
+    largest, name = max(most)
+    print(f"{len(most)} architectures, at most {largest / MEGA:.2f} MB beyond SGD ({name})")
 
 
 if __name__ == "__main__":

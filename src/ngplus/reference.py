@@ -168,8 +168,8 @@ def ngadam_direction(
     $$D = \sqrt{\operatorname{tr} L} (L + \lambda I)^{-1/2} N (R + \lambda I)^{-1/2}$$
 
     L and R are moving averages of $G G^\top$ and $G^\top G$, of wide matrices from :func:`some_columns`. ``damping`` is
-    relative: $\lambda$ is ``damping``, or $t^{-2}$ in step $t$ where that is larger, times the mean eigenvalue of L, and
-    of R. ``max_rms`` is the largest root mean square of D.
+    relative: $\lambda$ is ``damping``, or $t^{-2}$ in step $t$ where that is larger, times the mean eigenvalue of L,
+    and of R. ``max_rms`` is the largest root mean square of D.
 
     Examples:
         >>> state = {}

@@ -98,3 +98,28 @@ def test_lazy_layers_are_called_first(make: Any, lazy: Any) -> None:
     model(torch.randn(5, 3)).square().mean().backward()
     optimizer.step()
     assert optimizer.plan()["0.weight"].shape[0] == 4
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.parametrize("outputs", [4, 3])  # as many as inputs, and fewer
+def test_a_weight_for_each_type_of_row_has_mini_batch_curvature(is_sorted: bool, outputs: int) -> None:
+    """HeteroLinear takes the rows of each type apart by their values, which vmap does not support."""
+
+    class Typed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.typed, self.head = geometric.HeteroLinear(4, outputs, 3, is_sorted=is_sorted), nn.Linear(outputs, 2)
+
+        def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+            out: Tensor = self.head(self.typed(x, kinds).tanh())
+            return out
+
+    model, kinds = Typed(), torch.tensor([0, 0, 1, 1, 2, 2, 2])
+    optimizer = ngplus.NGPlus(model)
+    model(torch.randn(7, 4), kinds).square().mean().backward()
+    with pytest.warns(UserWarning, match=r"typed\.weight"):
+        optimizer.step()
+    for row in optimizer.plan():
+        if row.name.startswith("typed"):
+            assert row.source == "batch"
+            assert row.note.startswith("vmap does not apply to its module")

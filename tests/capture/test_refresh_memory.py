@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import ngplus
 from helpers import reference as ref
+from helpers.memory import CASES, refresh_bytes
 from helpers.steps import PAPER
 
 
@@ -92,7 +93,7 @@ def brute_force(model: nn.Module, x: Tensor, name: str) -> Tensor:
 def test_rows_of_samples_in_chunks_are_exact(
     double: None, monkeypatch: pytest.MonkeyPatch, chunk: int, solver: str
 ) -> None:
-    monkeypatch.setattr("ngplus.capture.layers.vmap.CHUNK_BYTES", chunk)
+    monkeypatch.setattr("ngplus.capture.batch.CHUNK_BYTES", chunk)
     monkeypatch.setattr("ngplus.fisher.products.CHUNK_BYTES", chunk)
     model, x = Rows(), torch.randn(7, 5, 12)
     optimizer = stepped(model, x, solver=solver)
@@ -118,7 +119,7 @@ def test_no_tensor_of_a_refresh_is_larger_than_a_chunk(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module]
 ) -> None:
     chunk = 2**18
-    monkeypatch.setattr("ngplus.capture.layers.vmap.CHUNK_BYTES", chunk)
+    monkeypatch.setattr("ngplus.capture.batch.CHUNK_BYTES", chunk)
     monkeypatch.setattr("ngplus.fisher.products.CHUNK_BYTES", chunk)
     model, x = make(), torch.randn(512, 64)
     with Largest() as largest:
@@ -140,7 +141,7 @@ def test_no_tensor_of_a_refresh_is_larger_than_a_chunk(
 def test_inputs_are_not_copied_as_a_whole(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module], shape: tuple[int, ...]
 ) -> None:
-    for module in ("fisher.products", "capture.layers.norm"):
+    for module in ("fisher.products", "capture.batch"):
         monkeypatch.setattr(f"ngplus.{module}.CHUNK_BYTES", 2**16)
     monkeypatch.setattr("ngplus.fisher.factors.outer.CHUNK", 2**14)
     model, x = make(), torch.randn(*shape)
@@ -158,7 +159,72 @@ def test_inputs_are_not_copied_as_a_whole(
     assert optimizer.plan()[0].source == "sample"
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str]] = {
+TOO_LARGE = ["bags", "cross attention"]  # for the bound of the test
+BOUND = 16 * 2**20
+FIXED = 2**20  # parameters, L or R, and tensors of a number for each row
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in TOO_LARGE])
+def test_the_peak_is_within_the_bound(case: str) -> None:
+    """Each takes more where all samples are worked on at once, and has the same curvature."""
+    plain, peak, optimizer = refresh_bytes(CASES[case], BOUND)
+    rows = [row for row in optimizer.plan() if row.refresh_bytes]
+    assert {row.source for row in rows} <= {"sample", "vmap"}
+    assert len(rows) == len(optimizer.plan())
+    assert all(row.refresh_bytes <= BOUND for row in rows)
+    assert peak - plain <= BOUND + FIXED
+
+
+AT_ONCE = ["batch norm", "layer norm, sample_index", "table, sample_index", "attention, sample_index", "vmap"]
+
+
+@pytest.mark.parametrize("case", AT_ONCE)
+def test_more_at_once_exceeds_the_bound(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound is what keeps the peak low, and does not change the curvature."""
+    bounded = refresh_bytes(CASES[case], BOUND)[2]
+    for module in ("fisher.products", "capture.batch"):
+        monkeypatch.setattr(f"ngplus.{module}.CHUNK_BYTES", 2**40)
+    plain, peak, optimizer = refresh_bytes(CASES[case], 2**40)
+    assert peak - plain > 1.2 * BOUND
+    for row in optimizer.plan():
+        expected = optimizer.curvature(row.name).matrix
+        assert ref.relative_error(bounded.curvature(row.name).matrix, expected) < 1e-4
+
+
+@pytest.mark.parametrize("case", TOO_LARGE)
+def test_what_is_above_the_bound_has_mini_batch_curvature(case: str) -> None:
+    plain, peak, optimizer = refresh_bytes(CASES[case], BOUND)
+    assert peak - plain <= BOUND + FIXED
+    assert any("and it is 16,777,216" in row.note for row in optimizer.plan())
+
+
+@pytest.mark.parametrize("case", ["autocast", "cross attention"])
+def test_no_activation_is_there_twice(case: str) -> None:
+    """Of an input that autocast converts, autograd and the refresh save the same tensor. Gradients of queries, keys and
+    values are not filled up to those of all three."""
+    plain, peak, optimizer = refresh_bytes(CASES[case], 2**30)
+    assert {row.source for row in optimizer.plan()} == {"sample"}
+    assert peak - plain < 400 * 20 * 128 * 4  # one float32 activation
+
+
+def test_a_row_above_the_bound_ends_the_measurement(double: None) -> None:
+    """The activations of a row are not known before it is computed: it ends as soon as they exceed the bound."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide = x[..., None, :] * self.weight * torch.ones(3000, 1, dtype=x.dtype)
+            return wide.tanh().exp().sin().sum(-2)
+
+    row = stepped(Wide(), torch.randn(6, 4), refresh_memory=200_000).plan()["weight"]
+    assert row.source == "batch"
+    assert "and it is 200,000" in row.note
+
+
+SMALL: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str]] = {
     "vmap": (lambda: Own(30, 20), lambda: torch.randn(6, 30), "weight"),
     "linear": (lambda: nn.Linear(30, 20), lambda: torch.randn(6, 8, 30), "weight"),
     "convolution": (lambda: nn.Conv2d(3, 8, 3), lambda: torch.randn(6, 3, 9, 9), "weight"),
@@ -168,9 +234,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str]] = {
 
 
 @pytest.mark.parametrize("solver", ["dense", "woodbury"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SMALL)
 def test_what_does_not_fit_has_mini_batch_curvature(double: None, case: str, solver: str) -> None:
-    make, inputs, name = CASES[case]
+    make, inputs, name = SMALL[case]
     model, x = make(), inputs()
     alone = copy.deepcopy(model)
     row = stepped(model, x, solver=solver).plan()[name]

@@ -16,8 +16,10 @@ from ngplus.fisher.factors import (
     Lookup,
     OnDemand,
     Outer,
+    Parts,
     Rows,
     Segments,
+    SomeRows,
 )
 
 SAMPLES, ROWS, COLS = 5, 6, 4
@@ -33,8 +35,8 @@ class Late:
     def take(self, samples: Tensor | slice) -> Tensor:
         return self.values[:, samples].clone()
 
-    def columns(self, cols: slice) -> Tensor:
-        return self.values[..., cols].clone()
+    def columns(self, cols: slice, samples: slice) -> Tensor:
+        return self.values[:, samples, :, cols].clone()
 
     def outer(self, samples: Tensor | slice, left: Tensor, side: str, ones: bool) -> Tensor:
         right = self.take(samples).to(left.dtype)
@@ -47,6 +49,10 @@ class Late:
     def gram(self, samples: Tensor | slice, dtype: torch.dtype) -> Tensor:
         taken = self.take(samples).to(dtype)
         return taken @ taken.mT
+
+    @property
+    def gram_memory(self) -> int:
+        return self.shape[0] * self.shape[2] * self.shape[3]
 
     @property
     def gram_cost(self) -> float:
@@ -131,6 +137,28 @@ def on_demand(groups: int = 1) -> Built:
     return OnDemand(Stored(dense)), dense
 
 
+def some_rows() -> Built:
+    """A left factor that has rows 2 to 4 alone."""
+    factors, dense = outer(3, ones=True)
+    assert isinstance(factors.left, Tensor)
+    dense = dense.clone()
+    dense[:, :, :2] = dense[:, :, 5:] = 0
+    return Outer(SomeRows(factors.left[..., 2:5], 2, ROWS), factors.right, factors.ones), dense
+
+
+def in_parts(made: Built) -> Built:
+    """Factors that are made for some samples at a time."""
+    factors, dense = made
+
+    def build(samples: Tensor | slice) -> Factors:
+        if isinstance(factors, Lookup):
+            return Lookup(factors.index[samples], factors.values[samples], ROWS)
+        assert isinstance(factors, Outer)
+        return Outer(factors.left[:, samples], factors.right[:, samples], factors.ones)
+
+    return Parts(build, SAMPLES, build(slice(0, 1)), 0, factors.nbytes, 2), dense
+
+
 def joined(*uses: Built) -> Built:
     dense = uses[0][1]
     for _, more in uses[1:]:
@@ -158,6 +186,11 @@ BUILDERS: dict[str, Callable[[], Built]] = {
     "on demand": lambda: on_demand(),
     "on demand-groups": lambda: on_demand(2),
     "segments": lambda: segments(),
+    "outer-3-some rows": some_rows,
+    "parts": lambda: in_parts(outer(3, ones=True)),
+    "parts-lookup": lambda: in_parts(lookup(2)),
+    "parts+outer": lambda: joined(in_parts(outer(2, ones=True)), outer(3, seed=5)),
+    "parts+lookup": lambda: joined(in_parts(outer(3)), lookup(2)),
     "segments+segments": lambda: joined(segments(), segments((1, 1, 4, 2, 1), seed=45)),
     "segments+outer": lambda: joined(segments(), outer(2, ones=True)),
     "outer+outer": lambda: joined(outer(), outer(2, seed=5)),
@@ -185,13 +218,14 @@ def expected_forms(name: str, side: str) -> set[str]:
     """The forms that the module's table promises."""
     if "+" in name:
         plain = all(
-            part.startswith(("outer", "late")) or (part == "lookup" and side == "right") for part in parts(name)
+            part.startswith(("outer", "late", "parts")) or (part == "lookup" and side == "right")
+            for part in parts(name)
         )
         return {"gram", "explicit"} if plain else {"explicit"}
     if name.startswith(("outer", "late")):
         several = {"gram", "explicit"}
         return several if any(k in name for k in ("-3", "-7")) else several | {"rank-one"}
-    if name == "segments":
+    if name in ("segments", "parts"):
         return {"gram", "explicit"}
     return {"rank-one"} if name == "bags" and side == "right" else {"explicit"}
 

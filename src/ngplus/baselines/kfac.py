@@ -18,7 +18,7 @@ from ngplus.capture.matrices import ParameterMatrix
 from ngplus.capture.sample_index import SampleIndex
 from ngplus.diagnostics.plan import state_bytes
 from ngplus.fisher import inverses, products
-from ngplus.fisher.factors import Factors, Joined, Outer, Segments
+from ngplus.fisher.factors import Factors, Joined, Outer, Segments, at_once
 from ngplus.fisher.factors.base import take
 from ngplus.preconditioners.base import Direction, MatrixPreconditioner, MatrixUpdate
 from ngplus.utils.finite import RefreshStatus, all_finite, read_if_on_host
@@ -51,7 +51,7 @@ class _Sums(BaselineAccumulator):
     bound: float | Tensor = 0.0
 
     def add(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int) -> None:
-        uses = list(factors.uses) if isinstance(factors, Joined) else [factors]
+        uses = [at_once(use) for use in (factors.uses if isinstance(factors, Joined) else [factors])]
         expand = group["approx"] == "expand"
         flat = [in_one_sample(use) if isinstance(use, Segments) and expand else use for use in uses]
         outer = [use for use in flat if isinstance(use, Outer)]
@@ -109,7 +109,7 @@ def kronecker_sums(uses: list[Outer], expand: bool, dtype: torch.dtype) -> tuple
     first = uses[0]
     numbers = first.groups * sum(use.positions for use in uses) * (first.rows + first.cols)
     step = max(1, products.CHUNK_BYTES // (numbers * (torch.finfo(dtype).bits // 8)))
-    device = first.left.device if isinstance(first.left, Tensor) else None
+    device = first.left.device
     sums = [torch.zeros(first.groups, d, d, dtype=dtype, device=device) for d in (first.cols, first.rows)]
     squares = [torch.zeros((), dtype=dtype, device=device) for _ in sums]
     for start in range(0, first.samples, step):

@@ -21,7 +21,7 @@ from ngplus.capture.matrices import ParameterMatrix
 from ngplus.capture.sample_index import SampleIndex
 from ngplus.diagnostics.plan import state_bytes
 from ngplus.fisher import inverses
-from ngplus.fisher.factors import Factors, Joined, Lookup, Outer, Rows
+from ngplus.fisher.factors import Factors, Joined, Lookup, Outer, Rows, at_once
 from ngplus.optimizers.matrix_optimizer import ON_ALL_RANKS
 from ngplus.optimizers.options import check_samples
 from ngplus.preconditioners.base import Direction, MatrixPreconditioner, MatrixUpdate
@@ -38,7 +38,7 @@ class _Columns(BaselineAccumulator):
     def add(self, matrix: ParameterMatrix, factors: Factors, group: Group, seed: int) -> None:
         index = subsample(factors.samples, group["samples"], seed)
         uses = factors.uses if isinstance(factors, Joined) else [factors]
-        self.parts += [(self.used, columns.make_part(use, index, matrix.dtype)) for use in uses]
+        self.parts += [(self.used, columns.make_part(at_once(use), index, matrix.dtype)) for use in uses]
         self.used += factors.samples if index is None else len(index)
 
     def length(self) -> Tensor:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ngplus.capture import reasons
 from ngplus.capture.sample_axis import tensors
 from ngplus.capture.sample_index import Ragged
+from ngplus.fisher.factors.base import Samples
+from ngplus.fisher.products import CHUNK_BYTES, REFRESH_MEMORY
 
 MAX_CANDIDATES = 4  # numbers of samples that are tried until the output of the model is known
 BatchDims = int | None | Mapping[str, int | None]
@@ -124,6 +127,12 @@ class NotPerSample(Exception):
     """
 
 
+def check_bytes(number: int, memory: int) -> None:
+    """Raises NotPerSample if a refresh would take more bytes for a matrix than it may."""
+    if number > memory:
+        raise NotPerSample(reasons.with_detail(reasons.TOO_LARGE, f"{number:,} bytes, and it is {memory:,}"))
+
+
 @dataclass(frozen=True)
 class Batch:
     """The samples of one forward call of a layer.
@@ -134,6 +143,7 @@ class Batch:
         ragged: the indices that ``sample_index`` returned, by their length.
         outer: how often the samples follow one another along the dimension, as after [positions, samples] was
             flattened.
+        memory: bytes that a refresh may take for a matrix beyond the layer's own inputs and gradients.
 
     Examples:
         >>> batch = ngplus.layers.Batch(dim=1)
@@ -145,6 +155,12 @@ class Batch:
     size: int | None = None
     ragged: Mapping[int, Ragged] = field(default_factory=dict, repr=False, compare=False)
     outer: int = 1
+    memory: int = field(default=REFRESH_MEMORY, repr=False, compare=False)
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes that a rule takes at a time."""
+        return min(self.memory, CHUNK_BYTES)
 
     def count(self, length: int) -> int:
         """Returns the number of samples in a dimension of this length."""
@@ -178,6 +194,50 @@ class Batch:
         ragged = self._ragged_of(length)
         return ragged.sizes if ragged is not None and ragged.uneven else None
 
+    def without(self, number: int) -> Batch:
+        """Returns the same batch with that many bytes less, which a rule takes for its result."""
+        self.check_bytes(number)
+        return replace(self, memory=self.memory - number)
+
+    def check_bytes(self, number: int) -> None:
+        """Raises NotPerSample if a rule would take more than ``memory``."""
+        check_bytes(number, self.memory)
+
+    def copies(self, length: int) -> bool:
+        """Does ``by_sample`` copy a tensor of this length?"""
+        ragged = self._ragged_of(length)
+        return self.outer > 1 if ragged is None else ragged.shuffled or ragged.uneven
+
+    def longest(self, length: int) -> tuple[int, int]:
+        """Returns the sample with the most entries, and their number."""
+        ragged = self._ragged_of(length)
+        if ragged is None:
+            return 0, length // self.count(length)
+        return ragged.sizes.index(max(ragged.sizes)), ragged.longest
+
+    def part(self, length: int, samples: Samples) -> tuple[Tensor | slice, Batch]:
+        """Returns the entries of some samples in a dimension of this length, and the batch that they are."""
+        ragged = self._ragged_of(length)
+        if ragged is not None:
+            entries, own = ragged.part(samples)
+            return entries, replace(self, size=own.samples, ragged={len(own.index): own})
+        count = self.count(length)
+        if self.outer == 1 and isinstance(samples, slice):
+            start, stop, _ = samples.indices(count)
+            each = length // count
+            return slice(start * each, stop * each), replace(self, size=stop - start)
+        numbers = torch.arange(length).view(self.outer, count, -1)[:, samples].movedim(1, 0)
+        return numbers.flatten(), replace(self, size=len(numbers), outer=1)
+
+    def owners(self, length: int) -> Tensor | None:
+        """Returns the sample of each entry in a dimension of this length; None if each entry is a sample of its own."""
+        ragged, count = self._ragged_of(length), self.count(length)
+        if ragged is not None:
+            ragged.used = True
+            return ragged.index
+        each = torch.arange(count).repeat_interleave(length // (count * self.outer))
+        return None if count == length else each.repeat(self.outer)
+
     def sums(self, x: Tensor) -> Tensor:
         """Sums dimension 0 of x over the entries of each sample: [samples, ...].
 
@@ -201,6 +261,11 @@ class Batch:
         if self.dim is not None and 0 < self.dim < x.dim() - features:
             return x.movedim(self.dim, 0)
         return x  # too few dimensions, as a last hidden state: the samples are in front already
+
+    @property
+    def in_front(self) -> Batch:
+        """The batch of tensors from ``first``."""
+        return replace(self, dim=self.dim and 0)
 
     def ragged_of(self, x: Tensor) -> Ragged | None:
         """Returns the index of ``sample_index`` for x, which has one feature dimension; None if there is none."""

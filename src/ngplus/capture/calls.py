@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Container, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -174,7 +175,7 @@ class PendingGradient:
         found = self._batches.get(self.call.samples, reasons.SAMPLE_COUNT)
         if isinstance(found, str):
             raise NotPerSample(found)
-        return found
+        return replace(found, memory=self.use.matrix.refresh_memory)
 
     def _checked_factors(self, inputs: Inputs, grad: Tensor, batch: Batch) -> Factors:
         """Calls the rule. A module with its own forward may not match the rule of its class."""

@@ -15,8 +15,9 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ngplus.capture import reasons
+from ngplus.capture.batch import check_bytes
 from ngplus.capture.layers import LayerRule, Layout, MatrixSpec, UnknownModuleRule, rule_for
-from ngplus.capture.layers.base import NotPerSample, has_own_forward
+from ngplus.capture.layers.base import has_own_forward
 from ngplus.capture.layers.layout import spec_of
 from ngplus.fisher.blocks import BlockPartition
 from ngplus.fisher.products import REFRESH_MEMORY
@@ -117,9 +118,7 @@ class ParameterMatrix:
 
     def note_refresh_bytes(self, number: int) -> None:
         """Raises NotPerSample if a refresh would take more bytes than it may."""
-        if number > self.refresh_memory:
-            sizes = f"{number:,} bytes, and it is {self.refresh_memory:,}"
-            raise NotPerSample(reasons.with_detail(reasons.TOO_LARGE, sizes))
+        check_bytes(number, self.refresh_memory)
         self.refresh_bytes = number
 
     @property

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ngplus.fisher.factors.base import Samples
+
 SampleIndex = Callable[..., Tensor | Sequence[Tensor] | None]  # of the model's inputs
 
 # The largest valid sample number is SAMPLES_PER_ROW times the number of entries, plus EXTRA_SAMPLES. A larger one is
@@ -28,7 +30,7 @@ class Ragged:
         self.index, self.samples = index, samples
         self._counts = torch.bincount(index, minlength=samples)
         self.sizes: list[int] = self._counts.tolist()
-        self.longest = max(self.sizes)
+        self.longest = max(1, *self.sizes)
         self._order = None if bool((index[1:] >= index[:-1]).all()) else index.argsort(stable=True)
         self.used = False  # has a layer had as many entries?
 
@@ -36,6 +38,21 @@ class Ragged:
     def uneven(self) -> bool:
         """Do samples have different numbers of entries?"""
         return self.samples * self.longest > len(self.index)
+
+    @property
+    def shuffled(self) -> bool:
+        """Are the entries in another order than the samples?"""
+        return self._order is not None
+
+    def part(self, samples: Samples) -> tuple[Tensor, Ragged]:
+        """Returns the entries of some samples, and their index."""
+        self.used = True
+        chosen = torch.arange(self.samples, device=self.index.device)[samples]
+        sizes = self._counts[chosen]
+        owner = torch.arange(len(chosen), device=chosen.device).repeat_interleave(sizes)
+        starts = (self._counts.cumsum(0) - self._counts)[chosen] - (sizes.cumsum(0) - sizes)
+        entries = torch.arange(len(owner), device=owner.device) + starts[owner]
+        return entries if self._order is None else self._order[entries], Ragged(owner, len(chosen))
 
     def pad(self, x: Tensor) -> Tensor:
         """[entries, ...] to [samples, longest, ...], filled with zeros."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ngplus.fisher.blocks import BlockPartition
-from ngplus.fisher.factors import Bags, Factors, Lookup
+from ngplus.fisher.factors import Bags, Factors, Lookup, Parts
 from ngplus.fisher.sketch import Sketch
 
 CHUNK_BYTES = 16 * 2**20
@@ -53,9 +53,9 @@ def gfim_sum(
     ``samples`` are the indices of a sub-sample. ``sketch(D)`` returns the sketch of the other dimension, or None.
     """
     other = factors.curved_and_other(side)[1]
-    omega = None
+    omega, kind = None, factors.largest if isinstance(factors, Parts) else factors
     # The exact R of an embedding reads only the table rows that the samples use: no sketch makes it cheaper.
-    if sketch is not None and not (side == "right" and isinstance(factors, Lookup | Bags)):
+    if sketch is not None and not (side == "right" and isinstance(kind, Lookup | Bags)):
         omega = sketch(other)
     other = other if omega is None else omega.spec.size
     if form == "auto":

@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 
 from ngplus.capture import reasons
 from ngplus.capture.batch import Batch
-from ngplus.capture.layers.base import Active, Build, Inputs, LayerRule, has_own_forward, register_layer
+from ngplus.capture.layers.base import Active, Build, Inputs, LayerRule, autocast_input, has_own_forward, register_layer
 from ngplus.capture.layers.hooks import Watcher
 from ngplus.capture.layers.layout import MatrixSpec
-from ngplus.capture.layers.linear import linear_factors
-from ngplus.fisher.factors import Factors, Outer
+from ngplus.capture.layers.linear import linear_parts
+from ngplus.fisher.factors import Factors, Outer, SomeRows
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
@@ -137,7 +137,7 @@ def _attend(module: nn.MultiheadAttention, watcher: Watcher, given: dict[str, An
     for x, first, last in spans:
         rows = slice(first * size, last * size)
         weight = given["in_proj_weight"][rows] if packed else given[f"{'qkv'[first]}_proj_weight"]
-        x = swap(x)
+        x = autocast_input(swap(x))
         out = F.linear(x, weight, None if in_bias is None else in_bias[rows])
         if packed:
             watcher.record(1, out, (x,), _build(module, rows.start, 3 * size), inputs[first])
@@ -153,6 +153,7 @@ def _attend(module: nn.MultiheadAttention, watcher: Watcher, given: dict[str, An
     }  # fmt: skip
     q, k, v = projected
     attended, weights = F.multi_head_attention_forward(q, k, v, **{**given, **identities})
+    attended = autocast_input(attended)
     out = F.linear(attended, given["out_proj_weight"], given["out_proj_bias"])
     watcher.record(0, out, (attended,), _build(module, 0, size, torch_order=True), inputs[0])
     return out, weights
@@ -168,10 +169,13 @@ def _build(
         assert x is not None
         if torch_order and module.batch_first and x.dim() == 3:
             x, grad = x.transpose(0, 1), grad.transpose(0, 1)
-        part = linear_factors(x, grad, (False, True) if bias_only else active, _batch(module, x, batch))
-        assert isinstance(part.left, Tensor)
-        left = part.left if part.rows == total else F.pad(part.left, (start, total - start - part.rows))
-        return Outer(left, part.right, ones=part.ones)
+
+        def place(part: Outer) -> Outer:
+            assert isinstance(part.left, Tensor)
+            left = SomeRows(part.left, start, total)
+            return part if part.rows == total else Outer(left, part.right, part.ones, part.sizes)
+
+        return linear_parts(x, grad, (False, True) if bias_only else active, _batch(module, x, batch), place)
 
     return build
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ngplus.capture.batch import Batch
@@ -155,3 +156,11 @@ def _registered_class(module: nn.Module) -> type[Any] | None:
 
 def _dotted_name(cls: type[Any]) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def autocast_input(x: Tensor) -> Tensor:
+    """Returns the input of a product as autocast converts it, so that what is saved of it is saved once."""
+    kind = x.device.type
+    if x.dtype != torch.float32 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))

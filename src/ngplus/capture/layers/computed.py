@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -21,8 +22,9 @@ from torch.utils import _pytree as pytree
 
 from ngplus.capture import reasons
 from ngplus.capture.batch import Batch
-from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample, has_own_forward
+from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample, autocast_input, has_own_forward
 from ngplus.capture.layers.layout import Layout, MatrixSpec, kind_of
+from ngplus.capture.layers.parts import by_parts
 from ngplus.fisher.factors import Factors, OnDemand, widen
 from ngplus.fisher.factors.base import Samples
 from ngplus.utils.warnings import no_vmap_warnings
@@ -45,6 +47,8 @@ class WeightRule(LayerRule):
     functions: ClassVar[Functions] = {}
     #: ``factors`` are linear in the first input, if that has floating point.
     linear = True
+    #: Autocast converts the arguments of ``functions`` to lower precision.
+    product = False
 
     def options(self, given: Mapping[str, Any]) -> Any:
         """What ``factors`` reads from the module, for a call of one of ``functions`` with these arguments."""
@@ -53,7 +57,19 @@ class WeightRule(LayerRule):
     def watch(self, module: Any, watcher: Watcher) -> list[Any]:
         if self.functions and (has_own_forward(module) or sources_of(module)):
             return _watch_calls(self, module, watcher)
-        return super().watch(module, watcher)
+        handles = super().watch(module, watcher)
+        if self.product and not has_own_forward(module):
+            hook = watcher.hook(partial(_convert_input, watcher))
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        return handles
+
+
+def _convert_input(watcher: Watcher, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Converts the input under autocast, as the layer would, where it is going to be saved."""
+    if not args or not watcher.listening(0) or not isinstance(args[0], Tensor):
+        return None
+    x = autocast_input(args[0])
+    return None if x is args[0] else ((x, *args[1:]), kwargs)
 
 
 def sources_of(module: nn.Module) -> list[str]:
@@ -126,6 +142,8 @@ class ForwardCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._rule.product and func in self._rule.functions and args and isinstance(args[0], Tensor):
+            args = (autocast_input(args[0]), *args[1:])
         out = func(*args, **kwargs)
         if not torch.is_grad_enabled() or self.refused:
             return out
@@ -281,13 +299,25 @@ class _Build:
         scale = None if self._computed else self._path.factor(weight)
         linear = x is not None and (self._rule.linear or not x.is_floating_point())
         if scale is not None and x is not None and linear:
-            if x.is_floating_point():
-                return self._of_weight(scale.to(x) * x, grad, (True, with_bias), batch)
-            return self._of_weight(x, scale.to(grad) * grad, (True, with_bias), batch)
+            return self._scaled(scale, x, grad, (True, with_bias), batch)
         pull = _pull_back(self._path, self._module, name, weight)
         before = Layout([weight.shape], [of_weight], spec.groups)
         after = Layout([self._module.get_parameter(name).shape], spec.kinds[:1], spec.groups)
         return OnDemand(_PulledBack(self._of_weight(x, grad, (True, with_bias), batch), pull, before, after, with_bias))
+
+    def _scaled(self, scale: Tensor, x: Tensor, grad: Tensor, active: Active, batch: Batch) -> Factors:
+        """The factors of W where V = c W."""
+
+        def build(tensors: Sequence[Tensor], batch: Batch) -> Factors:
+            x, grad = tensors
+            if x.is_floating_point():
+                return self._of_weight(scale.to(x) * x, grad, active, batch)
+            return self._of_weight(x, scale.to(grad) * grad, active, batch)
+
+        if grad.dim() == 1 or x.dim() == 0:
+            return build((x, grad), batch)
+        front = batch.first(x, int(x.is_floating_point())), batch.first(grad)
+        return by_parts(build, front, batch.in_front, copies=True)
 
     def _of_weight(self, x: Tensor | None, grad: Tensor, active: Active, batch: Batch) -> Factors:
         """The factors of V and the bias."""

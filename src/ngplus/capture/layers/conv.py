@@ -16,6 +16,7 @@ from ngplus.capture.batch import Batch
 from ngplus.capture.layers.base import Active, Inputs, register_layer
 from ngplus.capture.layers.computed import Functions, WeightRule, with_sources
 from ngplus.capture.layers.layout import MatrixSpec
+from ngplus.capture.layers.parts import by_parts
 from ngplus.fisher.factors import Factors, Outer
 
 # Multiplications a sample above which one call of torch's own convolution for each sample is faster than unfolding:
@@ -71,11 +72,11 @@ class Patches:
             out[:, :, :, i] = x[every]
         return out.flatten(2, 3).flatten(3).mT
 
-    def columns(self, cols: slice) -> Tensor:
-        """Returns these columns of the patches of all samples: those of whole channels, or a part of one's."""
+    def columns(self, cols: slice, samples: slice) -> Tensor:
+        """Returns these columns of the patches: those of whole channels, or a part of one's."""
         part, kernel = copy.copy(self), _prod(self._kernel)
         first, last = cols.start // kernel, (cols.stop - 1) // kernel
-        part._x = self._x.unflatten(2, (self._groups, -1))[:, :, :, first : last + 1].flatten(2, 3)
+        part._x = self._x[samples].unflatten(2, (self._groups, -1))[:, :, :, first : last + 1].flatten(2, 3)
         start = cols.start % kernel
         which = slice(start, start + cols.stop - cols.start) if first == last else slice(None)
         return part._patches(part._padded(slice(None)), which)
@@ -138,7 +139,21 @@ class Patches:
 
     def outer_memory(self, m: int) -> int:
         """Numbers a sample that ``outer`` needs in addition to its result, for m rows."""
-        return 0 if self._uses_torch(m) else int(self.shape[0] * self.shape[2] * self.shape[3])
+        groups, _, positions, cols = self.shape
+        patches = 0 if self._uses_torch(m) else groups * positions * cols
+        return int(self._pixels + groups * positions * m + patches)
+
+    @property
+    def _pixels(self) -> int:
+        """The numbers of a sample's padded images."""
+        return self._x.shape[1] * self._x.shape[2] * _prod(self._size)
+
+    @property
+    def gram_memory(self) -> int:
+        """Numbers a sample that ``gram`` needs in addition to its result."""
+        groups, _, positions, cols = self.shape
+        inner = 2 * _prod(self._size) ** 2 if self._by_pixels else 2 * positions * cols
+        return int(2 * self._pixels + groups * inner)
 
     def _uses_torch(self, m: int, dtype: torch.dtype = torch.float32) -> bool:
         """Is one call of torch's weight gradient for each sample the fastest?"""
@@ -174,6 +189,7 @@ class _ConvolutionRule(WeightRule):
     r"""A convolution: $G_i = \sum_p g_{ip} [\text{patch}_{ip}; 1]^\top$ over output positions $p$, for each group."""
 
     bias_needs_input = False
+    product = True
 
     def _patches(self, module: Any, x: Tensor, out: Sequence[int], samples: int) -> Patches:
         """The patches of x, [samples * images, channels, *size], for outputs of spatial size ``out``."""
@@ -182,17 +198,22 @@ class _ConvolutionRule(WeightRule):
     def factors(self, module: Any, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         (x,) = inputs
         dims = len(module.kernel_size) + 2
-        grad = grad if grad.dim() == dims else grad[None]
-        images = batch.sizes(len(grad))
-        grad = batch.by_sample(grad)  # [samples, images, channels, *out]
-        g = grad.unflatten(2, (module.groups, -1)).flatten(4)  # [samples, images, groups, m, positions]
-        left = g.permute(2, 0, 1, 4, 3).flatten(2, 3)
-        sizes = [k * g.shape[-1] for k in images] if images else None
+        given = [tensor if tensor.dim() == dims else tensor[None] for tensor in (grad, x) if tensor is not None]
         bias = len(active) > 1 and active[1]
-        if x is None or not active[0]:
-            return Outer(left, left[..., :0], bias, sizes)
-        x = batch.by_sample(x if x.dim() == dims else x[None]).flatten(0, 1)
-        return Outer(left, self._patches(module, x, grad.shape[3:], len(grad)), bias, sizes)
+
+        def build(tensors: Sequence[Tensor], batch: Batch) -> Factors:
+            counts = batch.sizes(len(tensors[0]))
+            grad = batch.by_sample(tensors[0])  # [samples, images, channels, *out]
+            g = grad.unflatten(2, (module.groups, -1)).flatten(4)  # [samples, images, groups, m, positions]
+            left = g.permute(2, 0, 1, 4, 3).flatten(2, 3)
+            sizes = [k * g.shape[-1] for k in counts] if counts else None
+            if len(tensors) == 1:
+                return Outer(left, left[..., :0], bias, sizes)
+            images = batch.by_sample(tensors[1]).flatten(0, 1)
+            return Outer(left, self._patches(module, images, grad.shape[3:], len(grad)), bias, sizes)
+
+        several = batch.count(len(given[0])) < len(given[0])  # images of a sample, which are copied
+        return by_parts(build, given if active[0] else given[:1], batch, several)
 
 
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)

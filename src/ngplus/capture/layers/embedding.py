@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -16,6 +16,8 @@ from ngplus.capture.batch import Batch
 from ngplus.capture.layers.base import Active, Inputs, NotPerSample, register_layer
 from ngplus.capture.layers.computed import Functions, WeightRule, with_sources
 from ngplus.capture.layers.layout import MatrixSpec
+from ngplus.capture.layers.parts import by_parts
+from ngplus.capture.sample_index import Ragged
 from ngplus.fisher.factors import Bags, Factors, Lookup, as_lookup, tensor_version
 
 
@@ -55,12 +57,21 @@ class EmbeddingRule(WeightRule):
         (index,) = inputs
         assert index is not None
         weight = _entry_weights(module, index, grad.dtype)
-        if weight is not None:
-            grad = grad * weight[..., None]
         index = index.expand(grad.shape[:-1]).long()
         if batch.dim == 0 and batch.size and (index.dim() == 0 or len(index) not in {batch.size, *batch.ragged}):
             raise NotPerSample(reasons.SHARED_INDEX)
-        return Lookup(batch.fold(index, 0), batch.fold(grad), module.num_embeddings)
+
+        def build(tensors: Sequence[Tensor], batch: Batch) -> Factors:
+            index, values, *weight = tensors
+            if weight:
+                values = values * weight[0][..., None]
+            return Lookup(batch.fold(index, 0), batch.fold(values), module.num_embeddings)
+
+        given = [index, grad] if weight is None else [index, grad, weight.expand_as(index)]
+        if index.dim() == 0:
+            return build(given, batch)
+        front = [batch.first(tensor, tensor.dim() - index.dim()) for tensor in given]
+        return by_parts(build, front, batch.in_front, copies=weight is not None)
 
 
 # Functions that broadcast a first dimension of 1.
@@ -198,6 +209,16 @@ class EmbeddingBagRule(WeightRule):
         factors = Bags(index, bag, weight, grad, module.num_embeddings)
         if batch.count(bags) == bags:
             return factors
-        lookup = as_lookup(factors)  # several bags a sample: their entries are its positions
-        index, values = batch.by_sample(lookup.index).flatten(1), batch.by_sample(lookup.values).flatten(1, 2)
-        return Lookup(index, values, module.num_embeddings)
+        by_bag = Ragged(bag, bags)
+
+        def build(tensors: Sequence[Tensor], batch: Batch) -> Factors:
+            """Several bags a sample: their entries are its positions."""
+            grads, numbers = tensors[0], tensors[1][:, 0]
+            own, bags = by_bag.part(numbers)
+            lookup = as_lookup(Bags(index[own], bags.index, weight[own], grads, module.num_embeddings))
+            index_of, values = batch.by_sample(lookup.index), batch.by_sample(lookup.values)
+            return Lookup(index_of.flatten(1), values.flatten(1, 2), module.num_embeddings)
+
+        # Expanded to the size of the values, for the bytes that it copies.
+        numbers = torch.arange(bags, device=index.device)[:, None].expand(bags, by_bag.longest * grad.shape[1])
+        return by_parts(build, (grad, numbers), batch.in_front, copies=True)

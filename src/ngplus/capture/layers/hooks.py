@@ -74,6 +74,12 @@ class Watcher:
         recorder, use = self._recorder(), self._uses.get(matrix)
         return recorder is not None and use is not None and recorder.recording(use.matrix)
 
+    def listening(self, matrix: int) -> bool:
+        """Returns True if a forward call may be part of a refresh. ``recording`` also counts the call."""
+        use = self._uses.get(matrix)
+        recorder = self._recorder() if use is not None and use.matrix.armed else None
+        return recorder is not None and recorder.listening()
+
     def note_samples(self, matrix: int, output: Any) -> None:
         """Remembers where the samples of an output are, if it is made under no_grad and will be made again."""
         recorder, use = self._recorder(), self._uses.get(matrix)

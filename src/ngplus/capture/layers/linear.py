@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from ngplus.capture.batch import Batch
 from ngplus.capture.layers.base import Active, Inputs, register_layer
 from ngplus.capture.layers.computed import Functions, WeightRule, with_sources
 from ngplus.capture.layers.layout import MatrixSpec
+from ngplus.capture.layers.parts import by_parts
 from ngplus.fisher.factors import Factors, Outer, Segments
 
 # Samples of different sizes are padded with zeros if the largest has fewer entries than this. Otherwise each sample has
@@ -35,6 +37,24 @@ def linear_factors(x: Tensor | None, grad: Tensor, active: Active, batch: Batch)
     return Outer(g[None], a[None], len(active) > 1 and active[1], [own * k for k in sizes] if sizes else None)
 
 
+def linear_parts(
+    x: Tensor | None,
+    grad: Tensor,
+    active: Active,
+    batch: Batch,
+    finish: Callable[[Outer], Factors] = lambda factors: factors,
+) -> Factors:
+    """``finish`` of the same, for some samples at a time where ``fold`` copies."""
+
+    def build(tensors: Sequence[Tensor], batch: Batch) -> Factors:
+        return finish(linear_factors(tensors[1] if len(tensors) > 1 else None, tensors[0], active, batch))
+
+    given = [tensor for tensor in (grad, x if active[0] else None) if tensor is not None]
+    if grad.dim() == 1:
+        return build(given, batch)
+    return by_parts(build, [batch.first(tensor) for tensor in given], batch.in_front)
+
+
 @register_layer(nn.Linear, "torch_geometric.nn.dense.linear.Linear")
 class LinearRule(WeightRule):
     r"""$y = x W^\top + b$ on input of any number of dimensions: $[W\ b]$ is (out, in + 1).
@@ -45,6 +65,7 @@ class LinearRule(WeightRule):
     """
 
     bias_needs_input = False
+    product = True
     functions: ClassVar[Functions] = {F.linear: ("input", "weight", "bias")}
 
     def matrices(self, module: Any) -> list[MatrixSpec]:
@@ -59,11 +80,18 @@ class LinearRule(WeightRule):
             or not ragged.uneven
             or ragged.longest * (grad.shape[-1] + right.shape[-1]) < MIN_UNPADDED_ENTRIES
         ):
-            return linear_factors(x, grad, active, batch)
-        right = F.pad(right, (0, 1), value=1.0) if len(active) > 1 and active[1] else right
-        left, right = (ragged.sort(batch.first(side)) for side in (grad, right))
-        positions = left[0].numel() // left.shape[-1]  # of each entry along the batch dimension
-        return Segments(left.flatten(0, -2), right.flatten(0, -2), [positions * k for k in ragged.sizes])
+            return linear_parts(x, grad, active, batch)
+        bias = len(active) > 1 and active[1]
+
+        def build(tensors: Sequence[Tensor], batch: Batch) -> Factors:
+            ragged = batch.ragged_of(tensors[0])
+            assert ragged is not None
+            left, right = (ragged.sort(side) for side in tensors)
+            positions = left[0].numel() // max(1, left.shape[-1])  # of each entry along the batch dimension
+            return Segments(left.flatten(0, -2), right.flatten(0, -2), [positions * k for k in ragged.sizes], bias)
+
+        front = [batch.first(side) for side in (grad, right)]
+        return by_parts(build, front, batch.in_front, fills=False) if ragged.shuffled else build(front, batch.in_front)
 
 
 @register_layer("transformers.pytorch_utils.Conv1D")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -16,7 +17,8 @@ from ngplus.capture.layers.base import Active, Inputs, register_layer
 from ngplus.capture.layers.computed import Functions, WeightRule
 from ngplus.capture.layers.layout import MatrixSpec
 from ngplus.fisher.factors import Factors, Rows
-from ngplus.fisher.products import CHUNK_BYTES
+
+TEMPORARY = 8  # tensors as large as the gradient that a part takes at most
 
 
 class NormRule(WeightRule):
@@ -60,32 +62,50 @@ class NormRule(WeightRule):
 
     def factors(self, module: Any, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         (x,) = inputs
-        entries = [
-            self._entries(module, None if x is None else x[part], grad[part], active, Batch(batch.dim))
-            for part in self._parts(module, grad, batch.dim)
-        ]
-        return Rows(batch.sums(torch.cat(entries))[None])
+        parts = self._parts(module, grad, batch)
+        if len(parts) == 1:
+            return Rows(batch.sums(self._entries(module, x, grad, active, Batch(batch.dim)))[None])
+        length = grad.shape[batch.dim or 0]
+        owners, values = batch.owners(length), None
+        for part in parts:
+            own = self._entries(module, None if x is None else x[part], grad[part], active, Batch(batch.dim))
+            values = own.new_zeros(batch.count(length), *own.shape[1:]) if values is None else values
+            if owners is None:
+                values[part[-1]] = own
+            else:
+                values.index_add_(0, owners[part[-1]].to(own.device), own)
+        assert values is not None
+        return Rows(values[None])
 
     def _entries(self, module: Any, x: Tensor | None, grad: Tensor, active: Active, batch: Batch) -> Tensor:
         """The gradients of all entries along the batch dimension, [entries, features, columns]."""
         columns = []
         if active[0] and x is not None:
+            x = x.to(torch.promote_types(x.dtype, grad.dtype))
             columns.append(grad * self.normalized(module, x).to(grad.dtype))
         if len(active) > 1 and active[1]:
             columns.append(grad)
         return torch.stack([self.by_feature(module, column, batch).sum(1) for column in columns], dim=-1)
 
-    def _parts(self, module: Any, grad: Tensor, dim: int | None) -> list[tuple[slice, ...]]:
-        """Indices of parts of about ``CHUNK_BYTES`` along the batch dimension."""
+    def _parts(self, module: Any, grad: Tensor, batch: Batch) -> list[tuple[slice, ...]]:
+        """Indices of parts along the batch dimension, whose temporary tensors have about ``batch.part_bytes``."""
+        dim = batch.dim
         if not self.by_entry or dim is None or dim >= grad.dim() - self._features(module):
+            batch.check_bytes(TEMPORARY * grad.nbytes)
             return [(slice(None),)]
         length = grad.shape[dim]
-        step = max(1, CHUNK_BYTES * length // max(1, grad.nbytes))
+        rest = batch.without(2 * batch.count(length) * self._number_of_features(module, grad) * grad.element_size())
+        each = TEMPORARY * grad.nbytes // max(1, length)
+        rest.check_bytes(each)
+        step = max(1, rest.part_bytes // max(1, each))
         return [(slice(None),) * dim + (slice(i, i + step),) for i in range(0, max(1, length), step)]
 
     def _features(self, module: Any) -> int:
         """The number of trailing dimensions that have features."""
         return 1
+
+    def _number_of_features(self, module: Any, grad: Tensor) -> int:
+        return grad.shape[1]
 
 
 @register_layer(nn.LayerNorm)
@@ -106,6 +126,9 @@ class LayerNormRule(NormRule):
 
     def _features(self, module: Any) -> int:
         return len(module.normalized_shape)
+
+    def _number_of_features(self, module: Any, grad: Tensor) -> int:
+        return prod(module.normalized_shape)
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         return F.layer_norm(x, module.normalized_shape, eps=module.eps)
@@ -178,6 +201,25 @@ class BatchNormRule(_ChannelNormRule):
 
     def factors(self, module: Any, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
         (x,) = inputs
+        channels = grad.shape[1]
+        each = (TEMPORARY if grad.dim() > 2 else 2 * TEMPORARY) * grad.nbytes // channels
+        samples = batch.count(len(grad))
+        rest = batch.without(samples * channels * sum(active) * grad.element_size())
+        rest.check_bytes(each)
+        step = max(1, rest.part_bytes // max(1, each))
+        values: Tensor | None = None
+        for start in range(0, channels, step):
+            part = slice(start, start + step)
+            found = batch.sums(self._columns(module, None if x is None else x[:, part], grad[:, part], active, part))
+            if step >= channels:
+                return Rows(found[None])
+            values = found.new_empty(samples, channels, found.shape[-1]) if values is None else values
+            values[:, part] = found
+        assert values is not None
+        return Rows(values[None])
+
+    def _columns(self, module: Any, x: Tensor | None, grad: Tensor, active: Active, part: slice) -> Tensor:
+        """The gradients of some channels for all entries along the batch dimension, [entries, channels, columns]."""
         grad = _channels_and_positions(grad)
         shift = grad.sum(-1)
         columns = []
@@ -185,15 +227,15 @@ class BatchNormRule(_ChannelNormRule):
             x = _channels_and_positions(x.to(grad.dtype))
             if module.training or module.running_mean is None:
                 # Torch's own function, so that mean and 1 / std are those of the forward pass.
-                parameters = (module.weight, module.bias)
-                _, mean, scale = torch.native_batch_norm(x, *parameters, None, None, True, 0.0, module.eps)
+                weight, bias = (None if p is None else p[part] for p in (module.weight, module.bias))
+                _, mean, scale = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, module.eps)
             else:
-                mean, scale = module.running_mean, (module.running_var + module.eps).rsqrt()
+                mean, scale = module.running_mean[part], (module.running_var[part] + module.eps).rsqrt()
             product = torch.linalg.vecdot(grad, x)
             columns.append(((product - mean * shift) * scale).to(grad.dtype))  # 16-bit x has 32-bit statistics
         if active[-1]:
             columns.append(shift)
-        return Rows(batch.sums(torch.stack(columns, dim=-1))[None])
+        return torch.stack(columns, dim=-1)
 
 
 def _channels_and_positions(x: Tensor) -> Tensor:

@@ -25,10 +25,10 @@ from ngplus.capture.layers.hooks import Watcher
 from ngplus.capture.layers.layout import Layout, MatrixSpec, spec_of
 from ngplus.fisher.factors import Factors, OnDemand
 from ngplus.fisher.factors.base import Samples
-from ngplus.fisher.products import CHUNK_BYTES
+from ngplus.utils.memory import PeakBytes
 from ngplus.utils.warnings import no_vmap_warnings
 
-ACTIVATIONS = 8  # tensors as large as its inputs and output that a module is taken to need
+Measured = dict[tuple[Any, ...], int]  # bytes that one row takes, by the shapes of inputs and parameters
 
 
 class UnknownModuleRule(LayerRule):
@@ -61,6 +61,7 @@ class UnknownModuleRule(LayerRule):
     def watch(self, module: Any, watcher: Watcher) -> list[Any]:
         specs = self.matrices(module)
         versions: dict[int, list[int]] = {}  # of the inputs of each thread's current call
+        measured: Measured = {}
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             if any(watcher.recording(i) for i in range(len(specs))):
@@ -77,7 +78,7 @@ class UnknownModuleRule(LayerRule):
                 if changed:
                     watcher.refuse(i, reasons.with_detail(reasons.VMAP_IN_PLACE, type(module).__name__))
                 elif len(found) == 1:
-                    build = _VmapBuild(module, spec, given, found[0])
+                    build = _VmapBuild(module, spec, given, found[0], measured)
                     watcher.record(i, outputs[found[0]], build.tensors(given), build)
                 elif found:
                     watcher.refuse(i, reasons.with_detail(reasons.VMAP_OUTPUTS, type(module).__name__))
@@ -91,11 +92,12 @@ class UnknownModuleRule(LayerRule):
 class _VmapBuild:
     """Builds G_i = d <f(W; x_i), g_i> / dW for each sample i, by vmap over the module's forward.
 
-    ``given`` are the arguments of the call, ``output`` is the index of the output tensor whose gradient arrives.
+    ``given`` are the arguments of the call, ``output`` is the index of the output tensor whose gradient arrives, and
+    ``measured`` has what rows took in earlier refreshes.
     """
 
-    def __init__(self, module: nn.Module, spec: MatrixSpec, given: Any, output: int) -> None:
-        self._module, self._spec, self._output = module, spec, output
+    def __init__(self, module: nn.Module, spec: MatrixSpec, given: Any, output: int, measured: Measured) -> None:
+        self._module, self._spec, self._output, self._measured = module, spec, output, measured
         leaves, self._tree = pytree.tree_flatten(given)
         self._positions = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         self._constants = [None if isinstance(x, Tensor) else x for x in leaves]  # tensors are saved by the recorder
@@ -134,7 +136,8 @@ class _VmapBuild:
             return (pytree.tree_leaves(output)[self._output] * one(g)).sum()
 
         layout = Layout([state[name].shape for name in names], kinds, self._spec.groups)
-        return OnDemand(_VmapGradients(inner, state, names, layout, (tensors, in_dims), (gradient, dim), batch))
+        given = (tensors, in_dims), (gradient, dim)
+        return OnDemand(_VmapGradients(inner, state, names, layout, *given, batch, self._measured))
 
 
 class _VmapGradients:
@@ -150,6 +153,7 @@ class _VmapGradients:
         inputs: the tensors, and the batch dimension of each; None for one that all rows share.
         gradient: of the output, and its batch dimension.
         batch: the samples.
+        measured: the bytes that one row takes, where they are known.
     """
 
     def __init__(
@@ -161,6 +165,7 @@ class _VmapGradients:
         inputs: tuple[list[Tensor], list[int | None]],
         gradient: tuple[Tensor, int],
         batch: Batch,
+        measured: Measured,
     ) -> None:
         self._inner, self._state, self._names, self._layout = inner, state, names, layout
         (self._inputs, self._in_dims), (self._gradient, self._dim) = inputs, gradient
@@ -170,9 +175,16 @@ class _VmapGradients:
         self.shape = (layout.groups, len(self._sizes), layout.rows, layout.cols)
         self.half_precision = state[names[0]].dtype in (torch.float16, torch.bfloat16)
         self.nbytes = sum(x.nbytes for x in state.values())
-        self._size = layout.groups * layout.rows * layout.cols
-        tensors = [self._gradient, *(x for x, axis in zip(*inputs, strict=True) if axis is not None)]
-        self.entries = 2 * self._size + ACTIVATIONS * sum(x.numel() for x in tensors) // rows
+        each = self._gradient.element_size()
+        key = (*self._names, *(x.shape for x in state.values()))
+        key += tuple(x.shape if axis is None else x.select(axis, 0).shape for x, axis in zip(*inputs, strict=True))
+        if key not in measured:
+            batch.check_bytes(self.nbytes + 2 * layout.groups * layout.rows * layout.cols * each)
+            with PeakBytes(batch.check_bytes) as found:
+                next(self._by_rows(self._each_row, self._order[:1], 1))
+            measured[key] = found.peak
+        self._step = max(1, batch.part_bytes // max(1, measured[key]))  # rows at a time
+        self.entries = -(-measured[key] * min(self._step, max(self._sizes)) // each)
 
     def take(self, samples: Samples, dtype: torch.dtype) -> Tensor:
         chosen = range(len(self._sizes))[samples] if isinstance(samples, slice) else samples.tolist()
@@ -181,18 +193,18 @@ class _VmapGradients:
         groups, _, m, n = self.shape
         out = self._gradient.new_zeros(len(spans), groups, m, n, dtype=dtype)
 
-        def each(state: dict[str, Tensor], varied: dict[str, Tensor], inputs: list[Tensor], g: Tensor) -> Tensor:
-            def joined(inputs: list[Tensor], g: Tensor) -> Tensor:
-                found = grad(self._inner)(varied, state, inputs, g)
-                return self._layout.join([found[name] for name in self._names])
-
-            return vmap(joined, in_dims=(self._in_dims, self._dim))(inputs, g)
-
         start = 0
-        for values in self._by_rows(each, torch.cat(spans)):
+        for values in self._by_rows(self._each_row, torch.cat(spans), self._step):
             out.index_add_(0, owner[start : start + len(values)].to(out.device), values.to(dtype))
             start += len(values)
         return out.transpose(0, 1)
+
+    def _each_row(self, state: dict[str, Tensor], varied: dict[str, Tensor], inputs: list[Tensor], g: Tensor) -> Tensor:
+        def joined(inputs: list[Tensor], g: Tensor) -> Tensor:
+            found = grad(self._inner)(varied, state, inputs, g)
+            return self._layout.join([found[name] for name in self._names])
+
+        return vmap(joined, in_dims=(self._in_dims, self._dim))(inputs, g)
 
     def total(self, dtype: torch.dtype) -> Tensor:
         def summed(state: dict[str, Tensor], varied: dict[str, Tensor], inputs: list[Tensor], g: Tensor) -> Tensor:
@@ -205,13 +217,12 @@ class _VmapGradients:
 
         groups, _, m, n = self.shape
         out = self._gradient.new_zeros(groups, m, n, dtype=dtype)
-        for part in self._by_rows(summed, self._order):
+        for part in self._by_rows(summed, self._order, self._step):
             out += part
         return out
 
-    def _by_rows(self, function: Callable[..., Tensor], rows: Tensor) -> Iterator[Tensor]:
+    def _by_rows(self, function: Callable[..., Tensor], rows: Tensor, step: int) -> Iterator[Tensor]:
         """Calls the function with copies of the state and of some rows at a time: the forward may change them."""
-        step = max(1, CHUNK_BYTES // ((self._size + self.entries) * self._gradient.element_size()))
         for start in range(0, len(rows), step):
             chunk = rows[start : start + step]
             inputs = [
@@ -223,7 +234,7 @@ class _VmapGradients:
             try:
                 with torch.enable_grad(), no_vmap_warnings():
                     found = function(state, varied, inputs, self._gradient.index_select(self._dim, chunk))
-            except torch.OutOfMemoryError:
+            except (NotPerSample, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # whatever vmap does not support
                 line = (str(error).splitlines() or [type(error).__name__])[0]

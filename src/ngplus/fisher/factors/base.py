@@ -21,8 +21,8 @@ class LazyFactor(Protocol):
     def take(self, samples: Samples) -> Tensor:
         """r of these samples, [groups, samples, positions, n]."""
 
-    def columns(self, cols: slice) -> Tensor:
-        """These columns of r for all samples: those of whole channels, or a part of one's."""
+    def columns(self, cols: slice, samples: slice) -> Tensor:
+        """These columns of r: those of whole channels, or a part of one's."""
 
     def outer(self, samples: Samples, left: Tensor, side: str, ones: bool) -> Tensor:
         """The matrices sum_p l_ip r_ip^T stacked vertically, [groups, samples * m, n]; for the left side each of them
@@ -37,6 +37,10 @@ class LazyFactor(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that it keeps."""
+
+    @property
+    def gram_memory(self) -> int:
+        """Entries per sample that ``gram`` needs besides its result."""
 
     @property
     def gram_cost(self) -> float:
@@ -59,6 +63,7 @@ class LazyGradients(Protocol):
 
 
 Factor = Tensor | LazyFactor
+CHUNK = 2**20  # entries that ``gradient_sum`` computes at a time
 NARROW = ("mps",)  # devices without float64
 
 
@@ -67,7 +72,14 @@ def wide(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.device.type in NARROW else torch.float64
 
 
-def take(factor: Factor, samples: Samples) -> Tensor:
+class Selected(Protocol):
+    """What can be made for some samples."""
+
+    def take(self, samples: Samples) -> Tensor:
+        """[groups, samples, positions, m] of these samples."""
+
+
+def take(factor: Tensor | Selected, samples: Samples) -> Tensor:
     return factor[:, samples] if isinstance(factor, Tensor) else factor.take(samples)
 
 
@@ -157,4 +169,4 @@ class Factors:
 
     def memory(self, side: str, form: str, other: int) -> int:
         """Temporary entries per sample of ``pair``."""
-        return self.groups * self.rows * self.cols
+        return 2 * self.groups * self.rows * self.cols

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ngplus.fisher.factors.base import Factor, Factors, LazyGradients, Pair, Samples, block_of, take
+from ngplus.fisher.factors.base import CHUNK, Factor, Factors, LazyGradients, Pair, Samples, block_of, take
+from ngplus.fisher.factors.parts import add_up
 from ngplus.fisher.sketch import Sketch
-
-CHUNK = 2**22  # entries that ``Outer.gradient_sum`` computes at a time
 
 
 @dataclass
@@ -22,7 +21,7 @@ class Outer(Factors):
     ``sizes`` has the number of positions of each sample, where those after them are padding, with l = 0.
     """
 
-    left: Factor
+    left: Tensor | SomeRows
     right: Factor
     ones: bool = False
     sizes: Sequence[int] | None = None
@@ -39,20 +38,31 @@ class Outer(Factors):
         return take(self.left, samples).to(dtype).mT @ self.dense_right(samples).to(dtype)
 
     def gradient_sum(self, dtype: torch.dtype) -> Tensor:
-        if isinstance(self.right, Tensor):
-            left, right = take(self.left, slice(None)).to(dtype), self.dense_right(slice(None)).to(dtype)
-            return left.flatten(1, 2).mT @ right.flatten(1, 2)
-        step = max(1, CHUNK // self.memory("left", "explicit", self.cols))
-        out = torch.zeros(())
-        for start in range(0, self.samples, step):
-            tall = self._lazy_outer("left", slice(start, start + step), dtype).unflatten(1, (-1, self.cols))
-            out = out.to(tall) + tall.sum(1).mT
-        return out
+        return add_up(self._sum_of(chunk, dtype) for chunk in self._chunks())
+
+    def _sum_of(self, samples: slice, dtype: torch.dtype) -> Tensor:
+        if not isinstance(self.right, Tensor):
+            tall = self._lazy_outer("left", samples, dtype).unflatten(1, (-1, self.cols))
+            return tall.sum(1).mT
+        left = take(self.left, samples).to(dtype).flatten(1, 2)
+        total = left.mT @ self.right[:, samples].to(dtype).flatten(1, 2)
+        return torch.cat((total, left.sum(1)[..., None]), dim=-1) if self.ones else total
+
+    def _chunks(self) -> list[slice]:
+        """Samples whose factors, or G_i of a lazy right factor, have about ``CHUNK`` entries."""
+        copies = self.groups * self.positions * (self.rows + self.cols)
+        each = copies if isinstance(self.right, Tensor) else self.memory("left", "explicit", self.cols)
+        step = max(1, CHUNK // max(1, each))
+        return [slice(start, start + step) for start in range(0, max(1, self.samples), step)]
 
     def gradient_block(self, rows: slice, cols: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        left = take(self.left, slice(None))[..., rows].to(dtype)
-        right = self.right[..., cols] if isinstance(self.right, Tensor) else self.right.columns(cols)
-        return block_of(left.mT @ right.to(dtype))
+        found = []
+        for samples in self._chunks():
+            some, other = self.left, self.right
+            left = some[:, samples, :, rows] if isinstance(some, Tensor) else some.columns(rows, samples)
+            right = other[:, samples, :, cols] if isinstance(other, Tensor) else other.columns(cols, samples)
+            found.append(block_of(left.to(dtype).mT @ right.to(dtype)))
+        return add_up(block for block, _ in found), add_up(squares for _, squares in found)
 
     def _lazy_outer(self, side: str, samples: Samples, dtype: torch.dtype) -> Tensor:
         """Y of the form "explicit", [groups, samples * D, d], for a lazy right factor."""
@@ -83,7 +93,7 @@ class Outer(Factors):
             else:
                 other, ones = self._other(side, samples, sketch, dtype)
                 gram = other @ other.mT
-            return curved.flatten(1, 2), ((gram + 1.0 if ones else gram) @ curved).flatten(1, 2)
+            return curved.flatten(1, 2), ((gram.add_(1.0) if ones else gram) @ curved).flatten(1, 2)
         other, ones = self._other(side, samples, sketch, dtype)
         if form == "rank-one":
             weight = other.square().sum(-1, keepdim=True) + float(ones)
@@ -121,11 +131,34 @@ class Outer(Factors):
 
     def memory(self, side: str, form: str, other: int) -> int:
         d, full = self.curved_and_other(side)
-        if form == "explicit" and other == full and not isinstance(self.right, Tensor):
-            return self.groups * d * other + self.right.outer_memory(self.rows)
+        products = (1 + self.ones) * d * other if form == "explicit" else self.positions * (self.positions + 2 * d)
+        if not isinstance(self.right, Tensor) and other == full:
+            if form == "explicit":
+                return self.groups * products + self.right.outer_memory(self.rows)
+            if form == "gram" and side == "left":
+                return self.groups * products + self.right.gram_memory
         copies = self.positions * (self.rows + self.cols)  # patches, casts and the column of ones
-        products = d * other if form == "explicit" else self.positions * (self.positions + 2 * d)
-        return self.groups * max(copies, products)
+        return self.groups * (copies + products)
+
+
+class SomeRows:
+    """A left factor of a part of a matrix's rows, with zeros in the others; made for some samples at a time."""
+
+    def __init__(self, values: Tensor, start: int, total: int) -> None:
+        self._values, self._start, self._end = values, start, total - start - values.shape[-1]
+        self.shape = (*values.shape[:-1], total)
+        self.nbytes, self.device = values.nbytes, values.device
+
+    def take(self, samples: Samples) -> Tensor:
+        return torch.nn.functional.pad(self._values[:, samples], (self._start, self._end))
+
+    def columns(self, cols: slice, samples: slice) -> Tensor:
+        first, last, _ = cols.indices(self.shape[-1])
+        start = min(max(first - self._start, 0), self._values.shape[-1])
+        stop = min(max(last - self._start, start), self._values.shape[-1])
+        found = self._values[:, samples, :, start:stop]
+        before = min(max(self._start - first, 0), last - first)
+        return torch.nn.functional.pad(found, (before, last - first - before - found.shape[-1]))
 
 
 def outer_costs(kappa: int, d: int, other: int, block: int, gram: float | None = None) -> dict[str, float]:
@@ -188,7 +221,7 @@ class OnDemand(Factors):
         return block, block.square().sum()
 
     def memory(self, side: str, form: str, other: int) -> int:
-        return 2 * super().memory(side, form, other) + self.source.entries
+        return super().memory(side, form, other) + self.groups * self.rows * self.cols + self.source.entries
 
 
 def gram_root(gram: Tensor) -> Tensor:

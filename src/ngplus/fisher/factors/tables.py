@@ -11,8 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ngplus.fisher.factors.base import Factors, Pair, Samples
+from ngplus.fisher.factors.base import CHUNK, Factors, Pair, Samples
+from ngplus.fisher.factors.parts import add_up
 from ngplus.fisher.sketch import Sketch
+
+INDEX_BYTES = 40  # an entry's indices and its place among the distinct ones, while these are found
 
 
 @dataclass
@@ -38,11 +41,19 @@ class Lookup(Factors):
 
     def gradient_sum(self, dtype: torch.dtype) -> Tensor:
         out = self.values.new_zeros(self.rows, self.cols, dtype=dtype)
-        return out.index_add_(0, self.index.flatten(), self.values.flatten(0, 1).to(dtype))[None]
+        for index, values in zip(self.index.split(self._step), self.values.split(self._step), strict=True):
+            out.index_add_(0, index.flatten(), values.to(dtype).flatten(0, 1))
+        return out[None]
 
     def gradient_block(self, rows: slice, cols: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         part = Lookup(self.index, self.values[..., cols], self.rows)
-        return part.gradient_sum(dtype)[:, rows], self.positions * part.values.to(dtype).square().sum()
+        squares = add_up(chunk.to(dtype).square().sum() for chunk in part.values.split(part._step))
+        return part.gradient_sum(dtype)[:, rows], self.positions * squares
+
+    @property
+    def _step(self) -> int:
+        """Samples whose values have about ``CHUNK`` entries."""
+        return max(1, CHUNK // max(1, self.positions * self.cols))
 
     def _touched(self, samples: Samples, dtype: torch.dtype) -> Tensor:
         """The nonzero rows of all G_i, [1, number of them, n]."""
@@ -65,7 +76,9 @@ class Lookup(Factors):
         return self.samples * (self.positions if side == "right" else self.cols)
 
     def memory(self, side: str, form: str, other: int) -> int:
-        return self.cols * (self.positions if side == "right" else self.rows)
+        if side == "left":
+            return super().memory(side, form, other)
+        return self.positions * (2 * self.cols + INDEX_BYTES // 4)
 
 
 @dataclass
@@ -112,7 +125,10 @@ class Bags(Factors):
 
     def gradient_sum(self, dtype: torch.dtype) -> Tensor:
         out = self.grads.new_zeros(self.rows, self.cols, dtype=dtype)
-        return out.index_add_(0, self.index, (self.weight[:, None] * self.grads[self.sample]).to(dtype))[None]
+        step = max(1, CHUNK // self.cols)
+        for index, weight, sample in zip(*(x.split(step) for x in (self.index, self.weight, self.sample)), strict=True):
+            out.index_add_(0, index, (weight[:, None] * self.grads[sample]).to(dtype))
+        return out[None]
 
     def gradient_block(self, rows: slice, cols: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         part = Bags(self.index, self.sample, self.weight, self.grads[:, cols], self.rows)
@@ -133,7 +149,11 @@ class Bags(Factors):
         return self.samples * (1 if side == "right" else self.cols)
 
     def memory(self, side: str, form: str, other: int) -> int:
-        return self.cols * (1 if side == "right" else self.rows)
+        return 3 * self.cols if side == "right" else super().memory(side, form, other)
+
+    @property
+    def extra_bytes(self) -> int:
+        return INDEX_BYTES * len(self.index)
 
 
 def as_lookup(bags: Bags) -> Lookup:

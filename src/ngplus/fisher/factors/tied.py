@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ngplus.fisher.factors.base import Factors, LazyGradients, Pair, Samples, take
 from ngplus.fisher.factors.outer import OnDemand, Outer, Rows, gram_root
+from ngplus.fisher.factors.parts import Parts, add_up, in_parts
 from ngplus.fisher.factors.ragged import Segments
 from ngplus.fisher.factors.tables import Bags, Lookup
 from ngplus.fisher.sketch import Sketch
@@ -33,7 +34,7 @@ class Joined(Factors):
         self.positions = sum(use.positions for use in self.uses)
 
     def gradients(self, samples: Samples, dtype: torch.dtype) -> Tensor:
-        return torch.stack([use.gradients(samples, dtype) for use in self.uses]).sum(0)
+        return add_up(use.gradients(samples, dtype) for use in self.uses)
 
     @property
     def half_precision(self) -> bool:
@@ -48,7 +49,7 @@ class Joined(Factors):
         return self.nbytes  # the first ones wait for the last one
 
     def gradient_sum(self, dtype: torch.dtype) -> Tensor:
-        return torch.stack([use.gradient_sum(dtype) for use in self.uses]).sum(0)
+        return add_up(use.gradient_sum(dtype) for use in self.uses)
 
     def gradient_block(self, rows: slice, cols: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         blocks, squares = zip(*(use.gradient_block(rows, cols, dtype) for use in self.uses), strict=True)
@@ -70,9 +71,10 @@ class Joined(Factors):
     def low_rank_form(self, side: str) -> str:
         return "gram" if "gram" in self.costs(side, 1, 1) else "explicit"
 
-    def _curved_and_gram(self, side: str, samples: Samples, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _curved_and_gram(self, side: str, chosen: Samples, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         curved, others = [], []
-        for use in self.uses:
+        for of_all in self.uses:
+            use, samples = (of_all.build(chosen), slice(None)) if isinstance(of_all, Parts) else (of_all, chosen)
             if isinstance(use, Lookup):
                 curved.append(use.values[samples].to(dtype)[None])
                 others.append(use.index[samples][None])
@@ -88,9 +90,10 @@ class Joined(Factors):
         d, _ = self.curved_and_other(side)
         kappa = self.positions
         costs = {"explicit": float(kappa * d * other + d * other * block)}
-        if all(isinstance(use, Outer) or (isinstance(use, Lookup) and side == "right") for use in self.uses):
+        kinds = [use.largest if isinstance(use, Parts) else use for use in self.uses]
+        if all(isinstance(use, Outer) or (isinstance(use, Lookup) and side == "right") for use in kinds):
             # Those of an embedding are compared or gathered, not multiplied.
-            dense = sum(use.positions for use in self.uses if isinstance(use, Outer))
+            dense = sum(use.positions for use in kinds if isinstance(use, Outer))
             costs["gram"] = float(kappa * kappa * d + dense * dense * other + kappa * d * block)
         return costs
 
@@ -100,10 +103,10 @@ class Joined(Factors):
 
     def memory(self, side: str, form: str, other: int) -> int:
         d, _ = self.curved_and_other(side)
-        of_use = max(use.memory(side, form, other) for use in self.uses)
+        of_uses = [use.memory(side, form, other) for use in self.uses]
         if form == "gram":
-            return max(of_use, self.groups * self.positions * (self.positions + 2 * d))
-        return max(of_use, self.groups * self.rows * self.cols * (1 + len(self.uses)))
+            return sum(of_uses) + self.groups * self.positions * (self.positions + 2 * d)
+        return max(of_uses) + 2 * self.groups * self.rows * self.cols
 
 
 def join(uses: Sequence[Factors]) -> list[Factors]:
@@ -118,8 +121,14 @@ def _join_same(uses: Sequence[Factors]) -> Factors:
     uses = [use for use in uses if use.positions > 0] or uses[:1]  # a use without positions adds nothing
     lookups = [use for use in uses if isinstance(use, Lookup)]
     if len(uses) > 1 and len(lookups) == len(uses):  # more positions of the same table
-        index, values = torch.cat([u.index for u in lookups], 1), torch.cat([u.values for u in lookups], 1)
-        return Lookup(index, values, lookups[0].rows)
+
+        def build(samples: Samples) -> Factors:
+            index, values = ([each[samples] for each in given] for given in zip(*pairs, strict=True))
+            return Lookup(torch.cat(index, 1), torch.cat(values, 1), lookups[0].rows)
+
+        pairs = [(use.index, use.values) for use in lookups]
+        copied = sum(use.positions * (use.cols + 2) for use in lookups)
+        return in_parts(build, lookups[0].samples, copied, sum(use.nbytes for use in lookups))
     return uses[0] if len(uses) == 1 else Joined(uses)
 
 
@@ -133,20 +142,32 @@ def widen(factors: Factors, columns: Sequence[int], total: int) -> Factors:
         out[..., list(columns)] = x
         return out
 
-    if isinstance(factors, Outer):
-        return Outer(factors.left, place(factors.dense_right(slice(None))))
-    if isinstance(factors, Lookup):
-        return Lookup(factors.index, place(factors.values), factors.rows)
+    if isinstance(factors, Outer | Lookup):
+        return _wide_parts(factors, place, total)
     if isinstance(factors, Bags):
         return Bags(factors.index, factors.sample, factors.weight, place(factors.grads), factors.rows)
     if isinstance(factors, Segments):
-        return Segments(factors.left, place(factors.right), factors.sizes)
+        return Segments(factors.left, place(factors.dense_right(slice(None))), factors.sizes)
+    if isinstance(factors, Parts):
+        build, largest = factors.build, widen(factors.largest, columns, total)
+        return replace(factors, build=lambda samples: widen(build(samples), columns, total), largest=largest)
     if isinstance(factors, Joined):
         return Joined([widen(use, columns, total) for use in factors.uses])
     if isinstance(factors, OnDemand):
         return OnDemand(_Widened(factors.source, place, total))
     assert isinstance(factors, Rows)
     return Rows(place(factors.values))
+
+
+def _wide_parts(factors: Outer | Lookup, place: Callable[[Tensor], Tensor], total: int) -> Factors:
+    """The wider factors of all samples, or of some at a time if these are large copies."""
+
+    def build(samples: Samples) -> Factors:
+        if isinstance(factors, Lookup):
+            return Lookup(factors.index[samples], place(factors.values[samples]), factors.rows)
+        return Outer(take(factors.left, samples), place(factors.dense_right(samples)))
+
+    return in_parts(build, factors.samples, 2 * factors.groups * factors.positions * total, factors.nbytes)
 
 
 class _Widened:
