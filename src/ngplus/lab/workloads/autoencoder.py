@@ -70,6 +70,16 @@ class Autoencoder(Workload):
             warmup=10,
             options={"widths": [256, 128, 64, 32, 16]},
         ),
+        # The MNIST autoencoder of the literature, on digits.
+        "standard": Preset(
+            steps=2_000,
+            batch_size=128,
+            evaluate_every=50,
+            target=1.0,
+            warmup=100,
+            decay=1e-4,
+            options={"widths": [1000, 500, 250, 30]},
+        ),
         # The paper has no autoencoder; this is the size that the MNIST one has in the literature.
         "paper": Preset(
             steps=4000,
