@@ -113,10 +113,10 @@ class Averaged(Wrapper):
 
 
 class ExactState(Wrapper):
-    """HeavyBall's state, in the dtypes that it was saved in, and without the pickled function of its schedule: that is
-    the new optimizer's own."""
+    """HeavyBall's state, in the dtypes that it was saved in. Of what it keeps beside, a pickled function among it, only
+    the counters are saved and loaded; the rest is the new optimizer's own."""
 
-    PICKLED = "precond_schedule"
+    COUNTERS = "inner_group"
 
     def step(self) -> None:
         for group in self.param_groups:
@@ -134,8 +134,7 @@ class ExactState(Wrapper):
                 self.optimizer.state[param] = _copied(state_dict["state"][k], param.device)
 
     def _plain(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        own = {key: value for key, value in state_dict["heavyball"].items() if key != self.PICKLED}
-        return {**state_dict, "heavyball": own}
+        return {**state_dict, "heavyball": {self.COUNTERS: dict(state_dict["heavyball"][self.COUNTERS])}}
 
 
 def _copied(value: Any, device: torch.device) -> Any:
