@@ -206,14 +206,19 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
             {"lr": Range(1e-4, 3e-2)},
         ),
         # Frans et al., A Stable Whitening Optimizer, 2025: rates of about 0.2, weights averaged over 1 / (1 - ema_rate)
-        # steps. Their 0.999 is for runs of 10,000 steps and more.
+        # steps. Their 0.999 is for runs of 10,000 steps and more. A step decays a matrix by lr * 2 / (m + n) *
+        # weight_decay, so that its weight_decay is tuned.
         OptimizerEntry(
             "splus",
             "SPlus",
             "pytorch_optimizer:SPlus",
             "splus",
             {"lr": 0.2, "weight_decay": 0.01, "ema_rate": 0.99, "max_dim": _WIDEST},
-            {"lr": Range(1e-2, 1.0), "ema_rate": Range(0.9, 0.999, log=False)},
+            {
+                "lr": Range(1e-2, 1.0),
+                "ema_rate": Range(0.9, 0.999, log=False),
+                "weight_decay": Range(1e-3, 1.0),
+            },
         ),
         # Defazio et al., The Road Less Scheduled, 2024: no schedule but the warm-up, rates of 1 to 10 times AdamW's,
         # beta1 0.9 to 0.98

@@ -140,9 +140,9 @@ def configure(
     if entry.schedule is not None and "schedule" not in run and size.schedule == original.schedule:
         size = replace(size, schedule=entry.schedule)
     schedules.parse(size.schedule)
-    defaults = {**entry.defaults, "lr": entry.defaults["lr"] * size.rate}
-    settings = {**defaults, **(tuned.hyper if hyper is None else hyper), **own}
-    if size.decay is not None and "weight_decay" in entry.options() and "weight_decay" not in own:
+    chosen = {**(tuned.hyper if hyper is None else hyper), **own}
+    settings = {**entry.defaults, "lr": entry.defaults["lr"] * size.rate, **chosen}
+    if size.decay is not None and "weight_decay" in entry.options() and "weight_decay" not in chosen:
         settings["weight_decay"] = size.decay / settings["lr"]
     return Config(
         workload=workload.name,
