@@ -81,7 +81,7 @@ class Autoencoder(Workload):
             steps=1_000,
             batch_size=128,
             evaluate_every=25,
-            target=1.0,
+            target=1.244,
             warmup=50,
             decay=1e-4,
             options={"widths": [1000, 500, 250, 30], "shift": 1},
