@@ -29,10 +29,7 @@ ALL = [name for name in optimizers.names() if name not in ("kfac", "seng")]
 
 @pytest.mark.parametrize("optimizer", [*ALL, "kfac", "seng"])
 def test_every_optimizer_goes_on_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
-    if optimizer in ("lars", "shampoo", "soap"):
-        pytest.importorskip("pytorch_optimizer")
-    if optimizer in ("kfac", "seng"):
-        pytest.importorskip("ngplus.baselines")
+    pytest.importorskip(optimizers.get(optimizer).where.partition(":")[0])
     made = config(optimizer)
     loop.run(made, Tiny(), tmp_path / "whole")
     with pytest.raises(Killed):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -242,3 +243,19 @@ def test_the_embedded_workloads(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     goal = {"target": workload.presets["small"].target, "higher_is_better": workload.higher_is_better}
     assert not config(**goal).reached(found[workload.measure])
+
+
+def test_the_digits_of_the_autoencoder_are_moved_by_a_pixel() -> None:
+    pytest.importorskip("sklearn")
+    workload = workloads.get("autoencoder")
+    preset = workload.presets["standard"]
+    still = replace(preset, options={**preset.options, "shift": 0})
+    moved, plain = (workload.open(size, None).batch(0, 3).view(-1, 8, 8) for size in (preset, still))
+    padded = torch.nn.functional.pad(plain, (1, 1, 1, 1))
+    places = [(top, left) for top in range(3) for left in range(3)]
+    found = [
+        {place for place in places if torch.equal(padded[k, place[0] :, place[1] :][:8, :8], moved[k])}
+        for k in range(len(plain))
+    ]
+    assert all(found)
+    assert set.union(*found) == set(places)

@@ -52,6 +52,15 @@ def test_shakespeare() -> None:
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
 
+def test_sst2() -> None:
+    task = opened("sst2")
+    assert [len(part.labels) for part in (task.train, task.test)] == [6_920, 1_821]
+    assert task.train.labels.sum() == 3_610  # positive ones, by the data set's statistics
+    assert sum(p.numel() for p in task.model().parameters()) == 22_565_376 + 2 * 385
+    # "a stirring , funny ..." as BERT's vocabulary has it
+    assert task.train.tokens[0][:5].tolist() == [101, 1037, 18385, 1010, 6057]
+
+
 def test_qm9() -> None:
     task = opened("qm9")
     molecules = task.structures

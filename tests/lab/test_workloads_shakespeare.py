@@ -78,6 +78,12 @@ def test_a_preset_gives_every_optimizer_the_same_decay(optimizer: str) -> None:
     assert own["weight_decay"] == 0.3
 
 
+def test_a_tuned_weight_decay_comes_before_the_decay_of_the_preset() -> None:
+    workload, size = settings.open_preset("shakespeare", "standard", {}, [], "splus")
+    tried = settings.configure(workload, "standard", size, "splus", seed=0, hyper={"lr": 0.2, "weight_decay": 0.3})
+    assert tried.hyper["weight_decay"] == 0.3
+
+
 def test_without_a_decay_optimizers_keep_their_own() -> None:
     workload, size = settings.open_preset("shakespeare", "small", {}, [], "adamw")
     hyper = settings.configure(workload, "small", size, "adamw", seed=0).hyper

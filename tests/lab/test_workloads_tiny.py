@@ -24,6 +24,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("torch_geometric")
 pytest.importorskip("matscipy")
 pytest.importorskip("sacrebleu")
+pytest.importorskip("peft")
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,9 @@ def test_every_parameter_gets_sample_curvature(name: str, data: Path) -> None:
     opt = ngplus.NGPlus(model, update_every=1, sample_index=getattr(model, "sample_index", None))
     task.loss(model, task.batch(0, 0)).backward()
     opt.step()
-    shared = {"positions.weight"} if name == "shakespeare" else set()  # looked up once for all samples
+    # looked up once for all samples
+    once = {"shakespeare": "positions.weight", "sst2": "encoder.embeddings.token_type_embeddings.weight"}
+    shared = {once[name]} if name in once else set()
     assert {row.name for row in opt.plan() if not row.frozen and row.source != "sample"} == shared
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     assert [row.name for row in opt.plan() if row.frozen] == frozen
@@ -149,6 +152,7 @@ DAMAGE = {
     "iwslt14": "IWSLT14.TED.tst2010.de-en.en.xml",
     "criteo": "a.csv",
     "shakespeare": "input.txt.gz",
+    "sst2": "train.tsv.gz",
 }
 
 

@@ -36,6 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "max_grad_norm": 1.0,
         "validation": 5,
     },
+    "sst2": {"pretrained": "tiny-bert", "longest": 8, "max_grad_norm": 1.0},
 }
 
 
@@ -147,6 +148,25 @@ def make_shakespeare(root: Path) -> None:
     (root / "input.txt.gz").write_bytes(gzip.compress(("\n".join(ENGLISH) * 10).encode()))
 
 
+def make_sst2(root: Path) -> None:
+    """With a tiny BERT in the place of the pretrained model."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import BertConfig, BertModel
+
+    root.mkdir()
+    rows = [f"{sentence}\t{k % 2}" for k, sentence in enumerate(ENGLISH * 4)]
+    for part, count in (("train", 16), ("dev", 5), ("test", 7)):
+        (root / f"{part}.tsv.gz").write_bytes(gzip.compress(("\n".join(rows[:count]) + "\n").encode()))
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *sorted({word for line in ENGLISH for word in line.split()})]
+    tokenizer = Tokenizer(models.WordLevel({word: k for k, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=len(words), max_position_embeddings=16, **sizes)
+    BertModel(config).save_pretrained(root / "tiny-bert")
+    tokenizer.save(str(root / "tiny-bert" / "tokenizer.json"))
+
+
 MAKE: dict[str, Callable[[Path], None]] = {
     "cifar10": make_cifar10,
     "imagenet": make_imagenet,
@@ -156,6 +176,7 @@ MAKE: dict[str, Callable[[Path], None]] = {
     "iwslt14": make_iwslt14,
     "criteo": make_criteo,
     "shakespeare": make_shakespeare,
+    "sst2": make_sst2,
 }
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ngplus.lab import optimizers, processes, schedules
+from ngplus.lab import averaging, optimizers, processes, schedules
 from ngplus.lab.optimizer_wrappers import Trainer, state_bytes
 from ngplus.lab.runs import (
     FORMAT,
@@ -275,7 +275,7 @@ class _Session:
     def end(self, status: str, reason: str, final: bool) -> Result:
         result = summarise(self.config, self.metrics, self.step, self.seconds, self.state_bytes, status, reason)
         if final and status == "finished" and self.rank == 0:
-            found = self.task.final(self.model)
+            found = averaging.measured(self.task.final, self.task, self.model, self.optimizer, self.config.seed)
             result = replace(result, scores={name: float(value) for name, value in found.items()})
         if self.folder is not None:
             write_json(self.folder / "result.json", asdict(result))
@@ -315,7 +315,7 @@ class _Session:
         """A validation, and a line of metrics with its results."""
         processes.check_alike(self.model)
         if self.rank == 0:
-            found = self.task.evaluate(self.model)
+            found = averaging.measured(self.task.evaluate, self.task, self.model, self.optimizer, self.config.seed)
             self.model.train()
             self._record({name: float(value) for name, value in found.items()})
             self.state_bytes = state_bytes(self.optimizer.state_dict())

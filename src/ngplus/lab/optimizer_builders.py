@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from ngplus.lab.optimizer_wrappers import AsMatrices, PlainState, Together, Trainer
+from ngplus.lab.optimizer_wrappers import AsMatrices, Averaged, ExactState, PlainState, Together, Trainer
 
 
 def _sparse(model: nn.Module) -> list[nn.Parameter]:
@@ -57,7 +59,11 @@ def beside_sparse_adam(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) 
 
 def muon(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
     """Muon on the hidden matrices; AdamW on vectors, embeddings and the output, as its authors advise. The output is
-    the last matrix, or a table where one is tied to a Linear layer."""
+    the last matrix, or a table where one is tied to a Linear layer. AdamW's rate is Muon's where ``adamw_lr`` is not
+    given; a step's decay, lr * weight_decay, is the same for both."""
+    hyper = dict(hyper)
+    adamw_lr = hyper.pop("adamw_lr", None)
+    other = hyper["lr"] if adamw_lr is None else adamw_lr
     dense, sparse = _split(model)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     tied = any(isinstance(m, nn.Linear) and id(m.weight) in tables for m in model.modules())
@@ -67,10 +73,38 @@ def muon(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
     rest = [p for p in dense if id(p) not in hidden]
     parts: list[Trainer] = [AsMatrices(matrices, lambda p: cls(p, **hyper))] if matrices else []
     if rest:
-        parts.append(torch.optim.AdamW(rest, lr=hyper["lr"], weight_decay=hyper["weight_decay"]))
-    return _with_tables(Together(*parts), sparse, lambda p: torch.optim.SparseAdam(p, lr=hyper["lr"]))
+        decay = hyper["weight_decay"] * hyper["lr"] / other if other else hyper["weight_decay"]
+        parts.append(torch.optim.AdamW(rest, lr=other, weight_decay=decay))
+    return _with_tables(Together(*parts), sparse, lambda p: torch.optim.SparseAdam(p, lr=other))
 
 
 def shampoo(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
     dense, sparse = _split(model)
     return _with_tables(PlainState(cls(dense, **hyper)), sparse, lambda p: torch.optim.SparseAdam(p, lr=hyper["lr"]))
+
+
+def schedule_free(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
+    """``beta1`` is the first of its betas."""
+    hyper = dict(hyper)
+    if (beta1 := hyper.pop("beta1", None)) is not None:
+        beta2 = hyper.get("betas", inspect.signature(cls).parameters["betas"].default)[1]
+        hyper["betas"] = (beta1, beta2)
+    dense, sparse = _split(model)
+    return _with_tables(Averaged(cls(dense, **hyper)), sparse, lambda p: torch.optim.SparseAdam(p, lr=hyper["lr"]))
+
+
+def splus(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
+    """It takes the sign of what is no matrix, so that convolutions are flattened. Sparse tables get SparseAdam with its
+    rate for what is no matrix."""
+    dense, sparse = _split(model)
+    rate = hyper["lr"] * inspect.signature(cls).parameters["nonstandard_constant"].default
+    own = Averaged(AsMatrices(dense, lambda p: cls(p, **hyper)))
+    return _with_tables(own, sparse, lambda p: torch.optim.SparseAdam(p, lr=rate))
+
+
+def from_heavyball(model: nn.Module, cls: type[Any], hyper: dict[str, Any]) -> Trainer:
+    """Without torch.compile, which takes longer than a short run, and needs a C++ compiler on a CPU."""
+    utils: Any = importlib.import_module("heavyball.utils")
+    utils.compile_mode = None
+    dense, sparse = _split(model)
+    return _with_tables(ExactState(cls(dense, **hyper)), sparse, lambda p: torch.optim.SparseAdam(p, lr=hyper["lr"]))

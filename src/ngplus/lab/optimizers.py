@@ -10,7 +10,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ class OptimizerEntry:
     build: str
     defaults: Mapping[str, Any]
     ranges: Mapping[str, Range] = field(default_factory=dict)
+    extra: tuple[str, ...] = ()  # hyper-parameters that ``build`` takes beside those of the class
+    schedule: str | None = None  # in place of the preset's
 
     def load(self) -> type[Any]:
         """Its class. ModuleNotFoundError without its library, ValueError where that does not have it."""
@@ -65,7 +67,7 @@ class OptimizerEntry:
     def options(self) -> list[str]:
         """The names of its hyper-parameters."""
         parameters = inspect.signature(self.load()).parameters.values()
-        return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in NOT_SET]
+        return [*(p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in NOT_SET), *self.extra]
 
     def check(self, hyper: Mapping[str, Any]) -> None:
         """ValueError for one number where the class takes several, such as betas."""
@@ -105,6 +107,10 @@ _DAMPED = {
 }
 # SOAP leaves a wider side alone, Shampoo a whole matrix that has one: a table's would cost tens of AdamW's steps.
 _WIDEST = 512
+# the authors' learning rate, betas (0.95, 0.95, the class's) and decay
+_SOAP: dict[str, Any] = {"lr": 0.003, "weight_decay": 0.01, "max_precondition_dim": _WIDEST}
+_KL: dict[str, Any] = {"lr": 0.003, "weight_decay": 0.01, "precondition_frequency": 10}
+_KL_RANGES = {"lr": _ADAM_LR}
 
 OPTIMIZERS: dict[str, OptimizerEntry] = {
     entry.name: entry
@@ -129,9 +135,11 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
             "Muon",
             "torch.optim:Muon",
             "muon",
-            # match_rms_adamw: one learning rate serves Muon and the AdamW beside it
+            # match_rms_adamw: the learning rate is like Adam's (Liu et al., Muon is scalable for LLM training, 2025).
+            # The AdamW beside Muon has a rate of its own in K. Jordan's code, and Muon's where adamw_lr is not given.
             {"lr": 0.003, "weight_decay": 0.01, "adjust_lr_fn": "match_rms_adamw"},
-            {"lr": _ADAM_LR},
+            {"lr": _ADAM_LR, "adamw_lr": replace(_ADAM_LR, start=0.003)},
+            extra=("adamw_lr",),
         ),
         OptimizerEntry(
             "lars",
@@ -164,8 +172,75 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
             "SOAP",
             "pytorch_optimizer:SOAP",
             "beside_sparse_adam",
-            {"lr": 0.003, "weight_decay": 0.01, "precondition_frequency": 10, "max_precondition_dim": _WIDEST},
+            {**_SOAP, "precondition_frequency": 10},
             {"lr": _ADAM_LR},
+        ),
+        # the best form in the authors' comparison of frequencies (Vyas et al., SOAP, 2024)
+        OptimizerEntry(
+            "soap-1",
+            "SOAP, basis in every step",
+            "pytorch_optimizer:SOAP",
+            "beside_sparse_adam",
+            {**_SOAP, "precondition_frequency": 1},
+            {"lr": _ADAM_LR},
+        ),
+        # Lin et al., Understanding and Improving Shampoo and SOAP via Kullback-Leibler Minimization, 2025
+        OptimizerEntry(
+            "kl-soap", "KL-SOAP", "heavyball:KLSOAP", "from_heavyball", {**_KL, "max_precond_dim": _WIDEST}, _KL_RANGES
+        ),
+        OptimizerEntry(
+            "kl-shampoo",
+            "KL-Shampoo",
+            "heavyball:KLShampoo",
+            "from_heavyball",
+            {**_KL, "max_precond_dim": _WIDEST},
+            _KL_RANGES,
+        ),
+        # E. Walters' kron_torch: a learning rate of about a third of Adam's; the preconditioner's rate is 0.1
+        OptimizerEntry(
+            "psgd",
+            "PSGD Kron",
+            "heavyball:PSGDKron",
+            "from_heavyball",
+            {"lr": 0.001, "weight_decay": 0.01, "max_size_triangular": _WIDEST},
+            {"lr": Range(1e-4, 3e-2)},
+        ),
+        # Frans et al., A Stable Whitening Optimizer, 2025: rates of about 0.2, weights averaged over 1 / (1 - ema_rate)
+        # steps. Their 0.999 is for runs of 10,000 steps and more. A step decays a matrix by lr * 2 / (m + n) *
+        # weight_decay, so that its weight_decay is tuned.
+        OptimizerEntry(
+            "splus",
+            "SPlus",
+            "pytorch_optimizer:SPlus",
+            "splus",
+            {"lr": 0.2, "weight_decay": 0.01, "ema_rate": 0.99, "max_dim": _WIDEST},
+            {
+                "lr": Range(1e-2, 1.0),
+                "ema_rate": Range(0.9, 0.999, log=False),
+                "weight_decay": Range(1e-3, 1.0),
+            },
+        ),
+        # Defazio et al., The Road Less Scheduled, 2024: no schedule but the warm-up, rates of 1 to 10 times AdamW's,
+        # beta1 0.9 to 0.98
+        OptimizerEntry(
+            "schedule-free",
+            "Schedule-free AdamW",
+            "pytorch_optimizer:ScheduleFreeAdamW",
+            "schedule_free",
+            {"lr": 0.01, "weight_decay": 0.01, "beta1": 0.9},
+            {"lr": Range(1e-3, 3e-1), "beta1": Range(0.8, 0.98, log=False)},
+            extra=("beta1",),
+            schedule="constant",
+        ),
+        # Pagliardini et al., The AdEMAMix Optimizer, 2024: alpha 4 to 10. Their beta3 of 0.9999 averages over more
+        # steps than these runs have.
+        OptimizerEntry(
+            "ademamix",
+            "AdEMAMix",
+            "pytorch_optimizer:AdEMAMix",
+            "beside_sparse_adam",
+            {"lr": 0.003, "weight_decay": 0.01, "betas": (0.9, 0.999, 0.999), "alpha": 5.0, "weight_decouple": True},
+            {"lr": _ADAM_LR, "alpha": Range(1.0, 10.0)},
         ),
         OptimizerEntry(
             "kfac",

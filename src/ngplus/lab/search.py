@@ -10,7 +10,8 @@ unit               a value x stands for
 "step * damping"   x * s * damping: where damping outweighs the curvature, a step is lr / damping times the gradient
 ================== ===================================================================================================
 
-G_i is the gradient of one sample at the initial weights.
+G_i is the gradient of one sample at the initial weights. A learning rate without a unit is a multiple of the preset's
+``rate``, which is 1 but for fine-tuning.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ if TYPE_CHECKING:
     from ngplus.lab.workloads import Task
 
 
+RATES = ("lr", "adamw_lr")
+
+
 @dataclass(frozen=True)
 class Scales:
     """What is measured of a task: see above."""
 
     step: float = 1.0
     eigenvalue: float = 1.0
+    rate: float = 1.0
 
     def as_dict(self) -> dict[str, float]:
         return asdict(self)
@@ -67,15 +72,16 @@ def measure(task: Task, seed: int, device: str = "cpu") -> Scales:
                 eigenvalues.append(square / (row.groups * row.shape[0] * row.shape[1]))
     total = sum(squares)
     if not (0 < loss < math.inf and 0 < total < math.inf and eigenvalues):
-        return Scales()
-    return Scales(loss / total, statistics.geometric_mean(eigenvalues))
+        return Scales(rate=task.rate)
+    return Scales(loss / total, statistics.geometric_mean(eigenvalues), task.rate)
 
 
 def hyper(ranges: Mapping[str, Range], point: Mapping[str, float], scales: Scales) -> dict[str, float]:
     """The hyper-parameters that a point in these ranges stands for."""
     found: dict[str, float] = {}
     for name, entry in sorted(ranges.items(), key=lambda pair: pair[1].unit == "step * damping"):
-        units = {"": 1.0, "step": scales.step, "eigenvalue": scales.eigenvalue}
+        own = scales.rate if name in RATES else 1.0
+        units = {"": own, "step": scales.step, "eigenvalue": scales.eigenvalue}
         unit = scales.step * found["damping"] if entry.unit == "step * damping" else units[entry.unit]
         found[name] = point[coordinate(name, entry)] * unit
     return found

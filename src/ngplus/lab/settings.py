@@ -137,9 +137,12 @@ def configure(
     # what the user has asked for comes before a recipe's own
     run = {key: value for key, value in tuned.run.items() if getattr(size, key, None) == getattr(original, key, None)}
     size = replace(size, **{key: value for key, value in run.items() if key != "damping_decay"})
+    if entry.schedule is not None and "schedule" not in run and size.schedule == original.schedule:
+        size = replace(size, schedule=entry.schedule)
     schedules.parse(size.schedule)
-    settings = {**entry.defaults, **(tuned.hyper if hyper is None else hyper), **own}
-    if size.decay is not None and "weight_decay" in entry.options() and "weight_decay" not in {**(hyper or {}), **own}:
+    chosen = {**(tuned.hyper if hyper is None else hyper), **own}
+    settings = {**entry.defaults, "lr": entry.defaults["lr"] * size.rate, **chosen}
+    if size.decay is not None and "weight_decay" in entry.options() and "weight_decay" not in chosen:
         settings["weight_decay"] = size.decay / settings["lr"]
     return Config(
         workload=workload.name,

@@ -22,7 +22,18 @@ _PLACES = {
     for number, name in enumerate(
         (
             *("ngadam", "sgd", "adamw", "soap", "ngplus", "muon", "shampoo", "kfac", "adam"),
-            *("seng", "lars", "adagrad"),
+            *(
+                "seng",
+                "lars",
+                "adagrad",
+                "soap-1",
+                "kl-soap",
+                "kl-shampoo",
+                "psgd",
+                "splus",
+                "schedule-free",
+                "ademamix",
+            ),
         )
     )
 }

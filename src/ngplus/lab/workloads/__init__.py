@@ -19,6 +19,7 @@ _WORKLOADS: dict[str, tuple[str, str]] = {
     "iwslt14": ("iwslt14", "Iwslt14"),
     "criteo": ("criteo", "Criteo"),
     "shakespeare": ("shakespeare", "Shakespeare"),
+    "sst2": ("sst2", "Sst2"),
 }
 
 

@@ -33,12 +33,14 @@ class Preset:
     warmup: int = 0  # steps
     options: Mapping[str, Any] = field(default_factory=dict)  # of the model and the data
     decay: float | None = None  # lr * weight_decay of every optimizer; None leaves each its own weight_decay
+    rate: float = 1.0  # what the default and the range of every learning rate are multiplied by; less in fine-tuning
 
 
 class Task(ABC):
     """A workload with its data in memory."""
 
     max_grad_norm: float = math.inf  # gradients with a larger norm, over all parameters, are scaled down to it
+    rate: float = 1.0  # the preset's
 
     @abstractmethod
     def model(self) -> nn.Module:

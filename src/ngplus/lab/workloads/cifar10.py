@@ -16,7 +16,7 @@ from torch import Tensor
 from ngplus.lab.workloads.base import DataError, Preset, Workload
 from ngplus.lab.workloads.files import Arrays, Folder, cached, folder
 from ngplus.lab.workloads.resnet import OPTIONAL, Images, ImageTask
-from ngplus.lab.workloads.sampling import batch_index, generator
+from ngplus.lab.workloads.sampling import batch_index, generator, random_crops
 
 HELP = """Get "CIFAR-10 python version" from https://www.cs.toronto.edu/~kriz/cifar.html and unpack it, so that
   DATA/cifar10/data_batch_1 ... data_batch_5, test_batch      (or DATA/cifar-10-batches-py/...)
@@ -110,14 +110,9 @@ def _read_part(source: Folder, name: str, first: int) -> Images | None:
 
 def augment(pixels: Tensor, random: torch.Generator) -> Tensor:
     """A random crop after padding by 4 black pixels, and a mirror image for half of the images."""
-    count, _, height, width = pixels.shape
-    padded = torch.nn.functional.pad(pixels, (4, 4, 4, 4))
-    top, left = torch.randint(0, 9, (2, count), generator=random)
-    rows = (top[:, None] + torch.arange(height))[:, None, :, None]
-    columns = left[:, None] + torch.arange(width)
-    mirrored = torch.rand(count, generator=random) < 0.5
-    columns = torch.where(mirrored[:, None], columns.flip(1), columns)[:, None, None, :]
-    return padded[torch.arange(count)[:, None, None, None], torch.arange(3)[None, :, None, None], rows, columns]
+    crops = random_crops(pixels, 4, random)
+    mirrored = torch.rand(len(pixels), generator=random) < 0.5
+    return torch.where(mirrored[:, None, None, None], crops.flip(3), crops)
 
 
 class Cifar10Task(ImageTask):
@@ -169,7 +164,7 @@ class Cifar10(Workload):
             batch_size=128,
             evaluate_every=78,
             warmup=100,
-            target=0.75,
+            target=0.742,
             decay=5e-4,
             options={
                 "model": {

@@ -29,6 +29,16 @@ def batch_index(count: int, batch_size: int, seed: int, step: int) -> Tensor:
     return _order(count, seed, epoch)[place * size : (place + 1) * size]
 
 
+def random_crops(pixels: Tensor, padding: int, random: torch.Generator) -> Tensor:
+    """Images [batch, channels, height, width], padded by black pixels and cut to their size at random places."""
+    count, channels, height, width = pixels.shape
+    padded = nn.functional.pad(pixels, (padding,) * 4)
+    top, left = torch.randint(0, 2 * padding + 1, (2, count), generator=random)
+    rows = (top[:, None] + torch.arange(height))[:, None, :, None]
+    columns = (left[:, None] + torch.arange(width))[:, None, None, :]
+    return padded[torch.arange(count)[:, None, None, None], torch.arange(channels)[:, None, None], rows, columns]
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode, without gradients; the mode is put back."""

@@ -118,7 +118,7 @@ class Shakespeare(Workload):
             steps=1_000,
             batch_size=12,
             evaluate_every=25,
-            target=1.936,
+            target=1.955,
             warmup=100,
             decay=1e-4,
             options={
