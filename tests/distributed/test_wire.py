@@ -59,7 +59,7 @@ def two_steps(rank: int, world: int, kind: str, options: dict[str, Any]) -> dict
             optimizer.step()
         steps.append(dict(found))
     plan = optimizer.plan()
-    text = str(plan)
+    text = str(optimizer.plan(verbose=True))
     assert all(word in text for word in ("inverse sent", "each step", "owner"))
     said = {"average": plan.wire_bytes, "inverse": plan.inverse_bytes, "step": plan.step_bytes}
     return {"refresh": steps[0], "step": steps[1], "plan": said}

@@ -194,7 +194,7 @@ def test_compare_takes_several_workloads() -> None:
 
 def test_plan_of_a_workload_and_of_any_model() -> None:
     assert "0.weight + bias" in ngplus("plan", "digits", "--optimizer", "ngplus")
-    assert "root" in ngplus("plan", "digits")
+    assert "both" in ngplus("plan", "digits")
     rows = json.loads(ngplus("plan", "autoencoder", "--json", "--optimizer", "ngplus", "--set", "block_size=32"))
     assert rows[0]["shape"] == [256, 65]
     assert rows[0]["blocks"] == 3  # the right side, 65 wide

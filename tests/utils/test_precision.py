@@ -52,7 +52,9 @@ WAYS = [of_all_backends, of_the_backend, of_old]
 
 
 @pytest.fixture(autouse=True)
-def _as_it_was() -> Iterator[None]:
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # torch.testing._internal, which other tests import, forbids changes of these settings
+    monkeypatch.setitem(torch.backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -97,7 +97,7 @@ def is_position(factors: Outer, samples: slice) -> Tensor:
 
 def in_one_sample(factors: Segments) -> Outer:
     """The positions of all samples as those of one: A and G of ``approx="expand"`` are sums over all of them."""
-    return Outer(factors.left[None, None], factors.right[None, None])
+    return Outer(factors.left[None, None], factors.right[None, None], factors.ones)
 
 
 def kronecker_sums(uses: list[Outer], expand: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
