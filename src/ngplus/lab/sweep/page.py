@@ -336,7 +336,7 @@ def _section(task: Task, rows: Sequence[Row], page: Path) -> list[str]:
     told += [f"Diverged on every trial: {_listed(lost)}"] if lost else []
     return [
         f"### {task.name}",
-        f"![{title}]({stem}.png#only-light)\n![{title}]({stem}-dark.png#only-dark)",
+        f"![{title}]({stem}.png)",  # the site shows {stem}-dark.png on dark pages
         f"{'. '.join(told)}.",
     ]
 
