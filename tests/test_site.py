@@ -56,7 +56,7 @@ ASCII_FORMULAS = re.compile(
 )
 NOT_YET_TYPESET = {
     "architecture.html", "changelog.html", "examples.html", "layers.html",
-    "reliability.html", "settings.html", "troubleshooting.html",
+    "settings.html", "troubleshooting.html",
 }  # fmt: skip
 
 
