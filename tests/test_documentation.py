@@ -228,7 +228,7 @@ def test_the_page_of_costs_has_the_numbers_of_the_measurements() -> None:
         for row in json.loads((ROOT / "docs/performance" / file).read_text())["rows"]:
             if row["row"] not in known:
                 value, form = row["measured"], "{:.0f} MB" if row["unit"] == "MB" else "{:.3f}"
-                limits = " to ".join(f"{limit:.3f}" for limit in row["quartiles"])
+                limits = "–".join(f"{limit:.3f}" for limit in row["quartiles"])
                 value = form.format(value) if row["reached"] is not False else f"**{form.format(value)}**"
                 asked = "" if row["asked"] is None else form.format(row["asked"])
                 measured.append((row["row"], asked, value, limits))

@@ -64,7 +64,8 @@ def markdown(
         "## Curves",
     ]
     found = ((section, pictures.get((section.workload, section.preset))) for section in sections)
-    parts += [f"![{section.name}: curves over steps]({picture})" for section, picture in found if picture]
+    for section, picture in found:
+        parts += [f"### {section.name}", f"![{section.name}: curves over steps]({picture})"] if picture else []
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
