@@ -11,6 +11,8 @@ import contextlib
 import doctest
 import inspect
 import io
+import itertools
+import json
 import os
 import re
 import sys
@@ -181,9 +183,9 @@ def test_python_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: py
 
 
 def table(text: str, corner: str) -> dict[str, dict[str, str]]:
-    """The first Markdown table whose upper left cell is that: rows by their first cell, values by heading."""
+    """The first Markdown table whose upper left cell begins so: rows by their first cell, values by heading."""
     lines = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    start = next(i for i, cells in enumerate(lines) if cells[0] == corner)
+    start = next(i for i, cells in enumerate(lines) if cells[0].startswith(corner))
     found: dict[str, dict[str, str]] = {}
     for cells in lines[start + 2 :]:
         if len(cells) != len(lines[start]):
@@ -192,29 +194,52 @@ def table(text: str, corner: str) -> dict[str, dict[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("page", "corner"), [("README.md", "ResNet-50, batch 32"), ("docs/comparison.md", "step")])
+COSTS = {"README.md": "ResNet-50, batch 32", "docs/comparison.md": "step", "docs/performance.md": "training step"}
+
+
+@pytest.mark.parametrize(("page", "corner"), COSTS.items())
 def test_pages_have_the_costs_of_the_benchmark(page: str, corner: str) -> None:
     """A training step by SGD's and the state by the gradients, of each method, as rounded."""
-    measured: dict[tuple[str, str], str] = {}
-    for line in (ROOT / "docs" / "performance.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.split("|")]
-        if line.startswith("| rivals") and (name := re.match(r"(.*): training step .*?: ([\w-]+)", cells[2])):
-            measured[name[1], name[2]] = cells[4]
-            state = re.search(r"state ([\d.]+) of the gradient", cells[8])
+    measured: dict[tuple[str, str], float] = {}
+    for row in json.loads((ROOT / "docs/performance/bench.json").read_text())["rows"]:
+        if row["row"] == "rivals" and (found := re.match(r"(.*): training step .*?: ([\w-]+)", row["what"])):
+            name = found[1].replace('NG+ "inverse"', "NGPlus")  # its name in this file
+            state = re.search(r"state ([\d.]+) of the gradient", row["note"])
             assert state is not None
-            measured[name[1], f"state {name[2]}"] = state[1]
-    for line in (ROOT / "docs" / "performance.md").read_text().splitlines():  # the row of its own is the later one
-        if found := re.match(r"\| state \| .*?: (NGAdam|AdamW|Shampoo|SOAP) \|.*\| ([\d.]+) with momentum", line):
-            measured[found[1], "state ResNet-50"] = found[2]
-    names = {"NG+": "NGPlus", "NGAdam": "NGAdam"}
-    for label, row in table((ROOT / page).read_text(), corner).items():
-        model = label if corner == "step" else "ResNet-50"
-        model = next(m for m in ("ResNet-50", "6-layer", "MLP") if m in model)
+            measured[name, found[2]] = round(row["measured"], 3)
+            measured[name, f"state {found[2]}"] = float(state[1])
+    names = {"NG+": "NGPlus"}
+    rows = table((ROOT / page).read_text(), corner)
+    assert rows
+    for label, row in rows.items():
+        model = next((m for m in ("ResNet-50", "6-layer", "MLP") if m in label), "ResNet-50")
         for name, cell in row.items():
-            value = float(measured[names.get(name, name), f"state {model}" if "state" in label else model])
+            value = measured[names.get(name, name), f"state {model}" if "state" in label else model]
             digits = len(cell.partition(".")[2])
             near = abs(float(cell) - value) <= 0.5001 * 10**-digits
-            assert near, f"{page}, {label}, {name}: {cell}, {value} in docs/performance.md"
+            assert near, f"{page}, {label}, {name}: {cell}, {value} in docs/performance/bench.json"
+
+
+def test_the_page_of_costs_has_the_numbers_of_the_measurements() -> None:
+    """Each row of its second table is one of the benchmark's, and bold where it misses what was asked."""
+    measured = []
+    for file in ("rebuilt.json", "bench.json"):  # the later one comes first
+        known = {group for group, *_ in measured}
+        for row in json.loads((ROOT / "docs/performance" / file).read_text())["rows"]:
+            if row["row"] not in known:
+                value, form = row["measured"], "{:.0f} MB" if row["unit"] == "MB" else "{:.3f}"
+                limits = "–".join(f"{limit:.3f}" for limit in row["quartiles"])
+                value = form.format(value) if row["reached"] is not False else f"**{form.format(value)}**"
+                asked = "" if row["asked"] is None else form.format(row["asked"])
+                measured.append((row["row"], asked, value, limits))
+    lines = (ROOT / "docs/performance.md").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("| row | what | asked"))
+    checked = 0
+    for line in itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :]):
+        group, _, asked, value, limits = (cell.strip(" `") for cell in line.strip("|").split("|"))
+        assert any((group, asked, value) == row[:3] and limits in ("", row[3]) for row in measured), line
+        checked += 1
+    assert checked > 15
 
 
 def test_pages_link_to_what_is_there() -> None:

@@ -55,8 +55,8 @@ ASCII_FORMULAS = re.compile(
     r"\^\(?-|\^T\b|\bsum_[a-z]\b|\blambda\b|sqrt\(|\^\d|\b[GgaLR]_i\b|\b(?:Lbar|Ltilde|beta[12])\b"
 )
 NOT_YET_TYPESET = {
-    "architecture.html", "changelog.html", "examples.html", "laboratory.html", "layers.html", "performance.html",
-    "reliability.html", "settings.html", "troubleshooting.html", "workloads.html",
+    "architecture.html", "changelog.html", "examples.html", "layers.html",
+    "settings.html", "troubleshooting.html",
 }  # fmt: skip
 
 

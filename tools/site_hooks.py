@@ -58,7 +58,8 @@ def plain_roles(html: str) -> str:
 
 def names(html: str) -> str:
     """A short name in the text stays in one piece, also where it has hyphens. In the cells of tables a long one may go
-    on in the next line, but only behind a _ / = or opening bracket. Cells with more than a few words are marked."""
+    on in the next line, but only behind a _ / = or opening bracket. A number stays with its sign or %, and a range
+    in one piece. Cells with more than a few words are marked."""
 
     def breakable(code: re.Match[str]) -> str:
         if len(code[1]) <= 16:
@@ -69,6 +70,8 @@ def names(html: str) -> str:
         cell, short = found[1], found[2]
         if not cell:
             return f'<code class="whole">{short}</code>'
+        cell = re.sub(r"([±≤≥]) | (?=%)", r"\1&nbsp;", cell)
+        cell = re.sub(r"(?<=\d)–(?=\d)", "&NoBreak;–&NoBreak;", cell)
         if len(re.sub(r"<[^>]+>", "", cell)) > 40:
             cell = cell.replace("<td", '<td class="long"', 1)
         return re.sub(r"<code>([^<]*)</code>", breakable, cell)

@@ -1,7 +1,7 @@
-"""``ngplus claims``: the numbers of the paper's Section 5 one by one, beside what runs of one's own give.
+"""``ngplus claims``: the numbers of the paper's Section 5 one by one, beside those of runs.
 
-A claim compares NG+ with another method. It is reproduced where NG+ is ahead here as well; both numbers are shown, so
-that the sizes can be compared, too. What needs data or machines that are not at hand says so, with its command.
+A claim compares NG+ with another method. It is reproduced where NG+ is ahead here as well. Both numbers are shown, so
+that their sizes can be compared, too. A claim that needs data or machines which are not here says so, with its command.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ class Claim:
     note: str = ""
 
 
-_RESNET = (
-    "a ResNet of 3 blocks on 10,000 CIFAR-10 images in place of ResNet-50 on ImageNet-1k; steps in place of epochs"
-)
+_RESNET = "a ResNet of 3 blocks on 10,000 CIFAR-10 images, not ResNet-50 on ImageNet-1k; steps, not epochs"
 _COST = "ResNet-50, 224 pixels, batch 32, T = 20 on a CPU; the paper has batch 256, T = 500 on GPUs"
 
 CLAIMS: tuple[Claim, ...] = (
@@ -65,13 +63,13 @@ CLAIMS: tuple[Claim, ...] = (
         "Table 1, Figure 2",
         "less time to 75.9 % than SGD, LARS and KFAC",
         "6.7 h; 10.9, 10.7 and 8.0 h",
-        note="needs ImageNet-1k and GPUs: ngplus compare imagenet --preset paper --optimizers ngplus-paper,kfac,sgd",
+        note="needs ImageNet-1k and GPUs: `ngplus compare imagenet --preset paper --optimizers ngplus-paper,kfac,sgd`",
     ),
     Claim(
         "Table 2",
         "as many epochs with batches of 2,048 and 4,096",
         "41 and 41, with 256: 40",
-        note="needs ImageNet-1k and GPUs: ngplus train imagenet --preset paper-2048 --optimizer ngplus-paper",
+        note="needs ImageNet-1k and GPUs: `ngplus train imagenet --preset paper-2048 --optimizer ngplus-paper`",
     ),
     Claim(
         "Figure 3, QM9",
@@ -80,7 +78,7 @@ CLAIMS: tuple[Claim, ...] = (
         "mae",
         "qm9",
         "adam",
-        note="a small SchNet on 10,000 molecules, a few epochs",
+        note="a small SchNet on 10,000 molecules",
     ),
     Claim(
         "Figure 3, MatProj",
@@ -89,7 +87,7 @@ CLAIMS: tuple[Claim, ...] = (
         "steps",
         "materials",
         "adam",
-        note="a small SchNet on 3,400 crystals in place of 69,000",
+        note="a small SchNet on 3,400 crystals, not 69,000",
     ),
     Claim(
         "Figure 3, MatProj",
@@ -107,7 +105,7 @@ CLAIMS: tuple[Claim, ...] = (
         "train_loss",
         "multi30k",
         "adam",
-        note="a Transformer of one layer on Multi30k in place of IWSLT14; the training loss of the last steps",
+        note="a Transformer of one layer on Multi30k, not IWSLT14; the training loss of the last steps",
     ),
     Claim(
         "Section 5.3",
@@ -117,7 +115,7 @@ CLAIMS: tuple[Claim, ...] = (
         "multi30k",
         "adam",
         more=True,
-        note="as above. With IWSLT14: ngplus compare iwslt14 --preset paper --optimizers ngplus-paper,adam",
+        note="the same. With IWSLT14: `ngplus compare iwslt14 --preset paper --optimizers ngplus-paper,adam`",
     ),
     Claim(
         "Figure 5",
@@ -127,8 +125,8 @@ CLAIMS: tuple[Claim, ...] = (
         "criteo",
         "adagrad",
         more=True,
-        note="a small DLRM on a sample of Criteo's days. With all of it: ngplus compare criteo --preset paper "
-        "--optimizers ngplus-paper,adagrad,sgd",
+        note="a small DLRM on a sample of Criteo's days. With all of it: `ngplus compare criteo --preset paper "
+        "--optimizers ngplus-paper,adagrad,sgd`",
     ),
     Claim(
         "Figure 5",
@@ -150,15 +148,15 @@ def register(app: typer.Typer) -> None:
 def claims(
     runs: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="Folders of runs, or files of report --json.")],
     costs: Annotated[
-        Path | None, typer.Option(help="A file of ngplus bench --json with the row rivals: what a step costs.")
+        Path | None, typer.Option(help="The bench.json of ngplus bench, with the row rivals: the cost of a step.")
     ] = None,
     preset: Annotated[str, typer.Option(help="The size of the runs that count.")] = "small",
     summary: Annotated[Path | None, typer.Option(help="Write a page of Markdown.")] = None,
 ) -> None:
-    """Hold the numbers of the paper's Section 5 against runs: reproduced, not reproduced, or not runnable here.
+    """Compare the numbers of the paper's Section 5 with runs: reproduced, not reproduced, or not runnable here.
 
-    NG+ stands for two optimizers: ngplus, the defaults of NGPlus, and ngplus-paper, the paper's form. Each has its own
-    column, and the verdict is that of the better one.
+    NG+ stands for two optimizers: ngplus, the defaults of NGPlus, and ngplus-paper, the paper's form. Each has a
+    column of its own, and the verdict is that of the better one.
 
     ngplus claims docs/results-small/steps/*.json --costs docs/performance/bench.json --summary docs/claims.md
     """
@@ -293,18 +291,16 @@ def page(lines: Sequence[Sequence[str]], command: str) -> str:
     parts = [
         "# The paper's claims",
         f"<!-- made by: {command} -->",
-        f"This page holds the numbers of the paper's Section 5 against runs: {told(lines)}. It is made by `{command}`.",
-        "A claim says that NG+ is ahead of another method. It counts as reproduced where NG+ is ahead here as well, by "
-        "the mean over the seeds, with one of its two forms: the defaults of `NGPlus`, or the paper's form "
-        "(`ngplus-paper`). How far it is ahead is for the reader to compare. Numbers are NG+ / the other method, with "
-        "the standard deviation over the seeds that both have; a metric without it is of one seed. Steps are those to "
-        "the target of the preset `small`, with the number of seeds that get there where not all do. How each "
-        "method was tuned is in the [results](results-small.md), the rules are in the "
-        "[laboratory](laboratory.md#what-makes-a-comparison-fair).",
+        f"This page compares the numbers of the paper's Section 5 with runs: {told(lines)}.",
         table,
+        "Each number is NG+ / the other method: mean and standard deviation over the seeds that both have. Steps are "
+        "those to the target of the preset `small`, with the number of seeds that reach it where not all do. A claim "
+        "is reproduced where the mean of one form of NG+ is ahead: `NGPlus` with its defaults, or the paper's form "
+        "(`ngplus-paper`). See [how each method was tuned](results-small.md) and the "
+        "[rules](laboratory.md#what-makes-a-comparison-fair).",
         "## What was run in place of the paper's experiments",
         "\n".join(notes),
-        "The full recipes are in the presets `paper` of the [workloads](workloads.md).",
+        "The preset `paper` of the [workloads](workloads.md#the-papers-settings) has the full recipes.",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -42,7 +42,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "figure": ("figure", "What the paper proves or draws, run anew."),
     "claims": (
         "claims",
-        "Hold the numbers of the paper's Section 5 against runs: reproduced, not reproduced, or not runnable here.",
+        "Compare the numbers of the paper's Section 5 with runs: reproduced, not reproduced, or not runnable here.",
     ),
 }
 

@@ -57,7 +57,7 @@ def table(rows: list[Row], title: str) -> Table:
 
 
 def markdown(rows: list[Row], measurements: Mapping[str, Measurement]) -> str:
-    """The table for docs/performance.md, and the circumstances of its measurements."""
+    """The table in Markdown, and the circumstances of its measurements."""
     lines = ["| " + " | ".join(HEADINGS) + " | |", "| --- " * (len(HEADINGS) + 1) + "|"]
     lines += ["| " + " | ".join((*cells(row), row.note)) + " |" for row in rows]
     return "\n".join([*lines, "", *circumstances({row.of: measurements[row.of] for row in rows})])

@@ -122,7 +122,7 @@ def _summary(page: Path, sections: Sequence[Section], timed: Sequence[Run]) -> l
     """The page, and in the folder of its name pictures, the runs as they are shown (``steps``) and those timed."""
     from ngplus.lab import collection
     from ngplus.lab.report.curves import groups
-    from ngplus.lab.report.pictures import draw
+    from ngplus.lab.report.pictures import DARK, LIGHT, draw
     from ngplus.lab.report.results import markdown
     from ngplus.lab.runs import write_atomically
 
@@ -133,7 +133,8 @@ def _summary(page: Path, sections: Sequence[Section], timed: Sequence[Run]) -> l
     for section in sections:
         name = "".join(c if c.isalnum() else "-" for c in f"{section.workload}-{section.preset}")
         collection.write(folder / "steps" / f"{name}.json", [collection.thinned(run) for run in section.runs])
-        write_atomically(folder / f"{name}.png", draw(section, brief=True, times=False))
+        for end, ground in (("", LIGHT), ("-dark", DARK)):
+            write_atomically(folder / f"{name}{end}.png", draw(section, ground, brief=True, times=False))
         pictures[section.workload, section.preset] = f"{folder.name}/{name}.png"
     if timed:
         collection.write(folder / "timed.json", [collection.thinned(run) for run in timed])

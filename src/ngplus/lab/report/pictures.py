@@ -41,7 +41,8 @@ def draw(section: Section, ground: Ground = LIGHT, brief: bool = False, times: b
     charts = charts[: 2 if times else 1] if brief else charts
     columns = max(1, min(2, len(charts)))
     rows = max(1, (len(charts) + 1) // columns) if columns > 1 else 1
-    figure = Figure(figsize=(10, 3.3 * rows + 0.6), dpi=120, layout="constrained", facecolor=ground.back)
+    size = (10 if columns > 1 else 6.6, 3.3 * rows + 0.6)
+    figure = Figure(figsize=size, dpi=120, layout="constrained", facecolor=ground.back)
     FigureCanvasAgg(figure)
     lines: dict[str, Any] = {}
     for number, chart in enumerate(charts, start=1):
@@ -52,7 +53,7 @@ def draw(section: Section, ground: Ground = LIGHT, brief: bool = False, times: b
             [lines[name] for name in names],
             [_text(name) for name in names],
             loc="outside upper center",
-            ncols=7,
+            ncols=7 if columns > 1 else 5,
             frameon=False,
         )
         for text in legend.get_texts():

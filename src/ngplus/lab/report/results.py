@@ -10,7 +10,17 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from ngplus.lab.report.curves import Section
-from ngplus.lab.report.summary import Row, caption, differing, duration, either, rows, table
+from ngplus.lab.report.summary import (
+    TIMES,
+    Row,
+    differing,
+    duration,
+    either,
+    goal,
+    rows,
+    score_names,
+    table,
+)  # fmt: skip
 from ngplus.lab.terminal import count
 
 OURS = "ngadam"
@@ -18,8 +28,9 @@ PAPER_RIVALS = {"sgd": "SGD", "kfac": "KFAC"}
 TIE = 0.05  # the part by which two means may differ and still be called a tie
 
 RULE = f"""\
-The best rival gets to the target with most of its seeds, and among those in the fewest steps (or the least time). More
-seeds win, then the mean. A difference of at most {100 * TIE:.0f} %, or in steps of one evaluation, is a **tie**."""
+The best other optimizer gets to the target with most of its seeds, and among those in the fewest steps (or the least
+time). More seeds win, then the mean. A difference of at most {100 * TIE:.0f} %, or in steps of one evaluation, is a
+**tie**."""
 
 
 def markdown(
@@ -29,30 +40,32 @@ def markdown(
     parts = [
         "# Results on small presets",
         f"<!-- made by: {command} -->",
-        "Runs of seconds, to a target that was set before them. [Results](results.md) has those of minutes.",
-        "## NGAdam: steps to the target",
+        "This page compares NGAdam with other optimizers on runs of seconds, by the steps to a target that was [set "
+        "before](workloads.md) any of them was tuned. [Results](results.md) has runs of minutes.",
+        "## Steps to the target",
         *_verdicts(sections, "steps"),
         RULE,
+        _matrix(sections, "steps to target", target=True),
+        _conditions(sections),
     ]
-    parts.append("## NGAdam: time to the target")
     if timed:
-        parts.append(f"From runs of their own on {_machines(timed)}, interleaved, one at a time.")
+        parts += ["## Time to the target", f"From runs of their own on {_machines(timed)}, interleaved, one at a time."]
         parts += _verdicts(timed, "time")
+        parts += [toggle(title, _matrix(timed, title).split("\n")) for title in TIMES]
     else:
-        parts.append("Not measured yet: the runs of this page were made side by side, and their times mean nothing.")
+        parts.append("Time was not measured: several runs were made at a time.")
     parts += _against_sgd_and_kfac(sections)
-    parts += ["## Steps to the target, all optimizers", _matrix(sections), _conditions(sections)]
-    for section in sections:
-        title = section.name
-        inside = [_plain(caption(section.runs, times=False)), _table(*table(section.runs, times=False))]
-        if picture := pictures.get((section.workload, section.preset)):
-            inside.append(f"![{title}: curves over steps]({picture})")
-        inside += [
-            f"Timed runs: {_plain(caption(other.runs))}\n\n" + _table(*table(other.runs))
-            for other in timed
-            if other.name == title
-        ]
-        parts.append(toggle(title, "\n\n".join(inside).split("\n")))
+    measures = ", ".join(f"{section.runs[0].config.measure} on {section.name}" for section in sections)
+    parts += [
+        "## Measure at the end",
+        f"{measures[:1].upper()}{measures[1:]}; mean ± standard deviation over the seeds.",
+        _matrix(sections, "at the end"),
+        *_scores(sections),
+        "## Curves",
+    ]
+    found = ((section, pictures.get((section.workload, section.preset))) for section in sections)
+    for section, picture in found:
+        parts += [f"### {section.name}", f"![{section.name}: curves over steps]({picture})"] if picture else []
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -86,9 +99,9 @@ def _conditions(sections: Sequence[Section]) -> str:
     rest = f"; with a published recipe: {_listed(published)}" if published else ""
     rest += f"; not tuned, but with their defaults: {_listed(untuned)}" if trials and untuned else ""
     return (
-        f"{count(len(runs), 'run')} on {_machines(sections)}, {each}, {_listed(versions)}. {told}{rest}. What makes "
-        "the comparison fair, and what it is worth, is in [the laboratory](laboratory.md); how the targets were set is "
-        "in [workloads](workloads.md)."
+        f"{count(len(runs), 'run')} on {_machines(sections)}, {each}, {_listed(versions)}. {told}{rest}. See the "
+        "[rules](laboratory.md#what-makes-a-comparison-fair) and [what the numbers are "
+        "worth](laboratory.md#what-the-shipped-numbers-are-worth)."
     )
 
 
@@ -111,8 +124,8 @@ def _verdicts(sections: Sequence[Section], kind: str) -> list[str]:
         ratio = f"{mine / theirs:.2f}" if mine and theirs else "–"
         lines.append((section.name, _shown(ours, kind), f"{best.optimizer}, {_shown(best, kind)}", ratio, word))
     if not lines:
-        return ["There is nothing to compare: no workload has both NGAdam and a rival."]
-    uneven = [section.name for section in sections if differing(section.runs)]
+        return ["There is nothing to compare: no workload has runs of NGAdam and of another optimizer."]
+    uneven = [f"{section.name}: {text}" for section in sections if (text := differing(section.runs))]
     said = {"neither gets there": "Neither gets there"}
     sentence = ". ".join(
         f"{said.get(word, f'NGAdam {word}')} on {_listed(names, 'none')}" for word, names in found.items()
@@ -120,12 +133,14 @@ def _verdicts(sections: Sequence[Section], kind: str) -> list[str]:
     return [
         f"{sentence}.",
         *_means(ratios, kind),
-        _table(("workload", "NGAdam", "best rival", "NGAdam / rival", "verdict"), lines),
-        f"Not made under the same conditions, as the captions below say: {_listed(uneven)}." if uneven else "",
+        _table(("workload", "NGAdam", "best other", "NGAdam / other", "verdict"), lines),
+        *(f"Not made under the same conditions: {_plain(text)}." for text in uneven),
     ]
 
 
-def _means(ratios: Mapping[str, float], kind: str, ours: str = "NGAdam", theirs: str = "the best rival") -> list[str]:
+def _means(
+    ratios: Mapping[str, float], kind: str, ours: str = "NGAdam", theirs: str = "the best other optimizer"
+) -> list[str]:
     if not ratios:
         return []
     worst = max(ratios, key=lambda name: ratios[name])
@@ -194,14 +209,32 @@ def verdict(ours: Row, theirs: Row, kind: str) -> str:
     return "wins" if a < b else "loses"
 
 
-def _matrix(sections: Sequence[Section]) -> str:
-    names = dict.fromkeys(row.optimizer for section in sections for row in rows(section.runs))
-    held = [{row.optimizer: row for row in rows(section.runs)} for section in sections]
-    lines = []
-    for name in sorted(names, key=lambda n: (not n.startswith(OURS), n)):
-        lines.append((name, *(_shown(found[name], "steps") if name in found else "" for found in held)))
-    budget = ("*budget*", *(either(run.config.steps for run in section.runs) for section in sections))
-    return _table(("optimizer", *(section.name for section in sections)), [*lines, budget])
+def _matrix(sections: Sequence[Section], column: str, target: bool = False) -> str:
+    """A column of the sections' tables, a line for each optimizer. ``target``: with the runs that went wrong, and with
+    the targets and budgets in the last lines."""
+    found = []
+    for section in sections:
+        headings, lines = table(section.runs)
+        cells = (line[headings.index(column)] for line in lines)
+        held = zip(rows(section.runs), cells, strict=True)
+        found.append({row.optimizer: f"{cell}{row.notes() if target else ''}" for row, cell in held})
+    names = sorted(dict.fromkeys(name for held in found for name in held), key=lambda n: (not n.startswith(OURS), n))
+    out = [(name, *(held.get(name, "") for held in found)) for name in names]
+    if target:
+        out.append(("*target*", *(goal(section.runs) for section in sections)))
+        out.append(("*budget*", *(either(run.config.steps for run in section.runs) for section in sections)))
+    return _table(("optimizer", *(section.name for section in sections)), out)
+
+
+def _scores(sections: Sequence[Section]) -> list[str]:
+    """What is measured once, at the end of a run."""
+    told = []
+    for section in sections:
+        headings, lines = table(section.runs)
+        for name in score_names(section.runs):
+            cells = "; ".join(f"{line[0]} {line[headings.index(name)]}" for line in lines)
+            told.append(_plain(f"{name} on {section.name}: {cells}."))
+    return told
 
 
 def _values(row: Row, kind: str) -> list[float]:

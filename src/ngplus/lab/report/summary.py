@@ -70,10 +70,8 @@ class Row:
         share = "" if len(reached) == len(self.runs) else f" ({len(reached)} of {len(self.runs)})"
         percent = _is_share(self.runs[0])
         steps, seconds, counted = self._steps(), self._seconds(), self._counted()
-        notes = [f"{number} {what}" for what, number in self.exceptions().items() if number]
-        label = self.optimizer + (f" ({', '.join(notes)})" if notes else "")
         return (
-            label,
+            self.optimizer + self.notes(),
             f"{statistics.mean(steps):.0f}{share}" if steps else "not reached",
             f"{duration(statistics.mean(seconds))}{share}" if seconds else "not reached",
             spread([r.final for r in counted], percent),
@@ -82,6 +80,11 @@ class Row:
             _shown_mean([r.milliseconds_per_step for r in counted], ".1f"),
             amount(max(r.state_bytes for r in counted), "B") if counted else "–",
         )
+
+    def notes(self) -> str:
+        """The runs that did not go as planned, in brackets."""
+        found = [f"{number} {what}" for what, number in self.exceptions().items() if number]
+        return f" ({', '.join(found)})" if found else ""
 
     def numbers(self, scores: Sequence[str] = ()) -> dict[str, Any]:
         """The cells for a program: means over the seeds, None where there is no value."""
@@ -147,22 +150,26 @@ def caption(runs: Sequence[Run], times: bool = True) -> str:
     """What the table's columns are, and under what conditions they were made."""
     configs = [run.config for run in runs]
     seeds = {config.seed for config in configs}
-    sign = "≥" if configs[0].higher_is_better else "≤"
-    percent = _is_share(runs[0])
-    target = either(f"{100 * config.target:g} %" if percent else f"{config.target:g}" for config in configs)
     warmup = either(config.warmup for config in configs)
     different = differing(runs)
     diverged = any(run.result is not None and run.result.status == "diverged" for run in runs)
     seeds_of = "1 seed" if len(seeds) == 1 else f"{len(seeds)} seeds"
     return (
         f"Measure: {configs[0].measure} on the validation set, mean ± standard deviation of {seeds_of}; "
-        f"target {sign} {target}.\n{either(config.steps for config in configs)} steps of batch "
+        f"target {goal(runs)}.\n{either(config.steps for config in configs)} steps of batch "
         f"{either(config.batch_size for config in configs)}, {either(config.schedule for config in configs)} schedule"
         f"{f' with a warm-up of {warmup}' if warmup != '0' else ''}. "
         f"{f'Not the same for all: {different}. ' if different else ''}"
         f"{'Runs that diverged count for the target alone. ' if diverged else ''}"
         f"{'Time: forward, backward and step, without evaluation. ' if times else ''}State: of the optimizer."
     )
+
+
+def goal(runs: Sequence[Run]) -> str:
+    """The target of the measure."""
+    configs, percent = [run.config for run in runs], _is_share(runs[0])
+    values = either(f"{100 * config.target:g} %" if percent else f"{config.target:g}" for config in configs)
+    return f"{'≥' if configs[0].higher_is_better else '≤'} {values}"
 
 
 def differing(runs: Sequence[Run]) -> str:

@@ -28,26 +28,26 @@ from ngplus.lab.sweep.numbers import (
     width,
 )  # fmt: skip
 from ngplus.lab.sweep.rows import RATE, TRIAL, Row, Timing, of
-from ngplus.lab.sweep.tables import final_cell, measure_cell, shown, tables, tasks_of, top
+from ngplus.lab.sweep.tables import measure_cell, scores, settings_cell, shown, tasks_of, top
 from ngplus.lab.terminal import count
 
 NONE = "–"
 QUIET = 0.2  # cores that other programs may use without being mentioned
+WHAT = "This page compares NGAdam with tuned optimizers on the preset `standard`, runs of minutes."
 RULE = (
     "A difference of at most 5 %, or of the larger standard deviation over the seeds, is a **tie**. A run that "
-    "diverges, or loses what it had, does not get there."
+    "diverges, or falls back behind the level, does not count as reaching it."
 )
 EARLIER_RULES = (
-    "**These runs are by earlier rules**: the learning rate alone was tuned, from four rates, each twice the last, on "
-    f"one seed, with more until the best one had a neighbour on both sides. NGAdam is `{EARLIER}` in them, the same "
-    "update. The size of the state was not recorded."
+    "**These runs follow earlier rules.** Only the learning rate was tuned: four rates, each twice the last, on one "
+    f"seed, and more until the best had a neighbour on both sides. NGAdam is called `{EARLIER}` there. The size of the "
+    "state was not recorded."
 )
 FAVOUR = (
-    "NGAdam's update was chosen on shakespeare, multi30k, cifar10, qm9 and materials ([how](decision.md)), which "
-    "favours it."
+    "NGAdam's update was [chosen](decision.md) on shakespeare, multi30k, cifar10, qm9 and materials, which favours it."
 )
-OTHER_PAGE = "[Small presets](results-small.md): runs of seconds, with more optimizers, SGD and KFAC among them."
-PICTURES = "Lines are means over the seeds, bands the range of the seeds, the dotted line is AdamW's final measure."
+OTHER_PAGE = "[Small presets](results-small.md) has runs of seconds with more optimizers, SGD and KFAC among them."
+PICTURES = "Lines are means over the seeds, bands their range. The dotted line is AdamW's final measure."
 
 
 def write(page: Path, source: Path, rows: Sequence[Row], timings: Sequence[Timing]) -> Path:
@@ -117,22 +117,23 @@ def markdown(rows: Sequence[Row], timings: Sequence[Timing], page: Path, source:
     if not found:
         return "\n\n".join(["# Results", *made, "NGAdam and AdamW have no task with runs of both yet."]) + "\n"
     timed = [task for task in found if len(task.times) > 1 and task.ours.name in task.times]
-    parts = ["# Results", *made, _answer(found, timed), *_verdicts(found, "steps"), RULE]
+    parts = ["# Results", *made, f"{WHAT} {_answer(found, timed)}", *_verdicts(found, "steps"), RULE]
     if timed:
         time = _verdicts(timed, "time")
         load = max(timing.load for timing in timings)
         busy = f" Other programs used up to {load:.1f} cores." if load > QUIET else ""
         parts += ["## Time", *time, toggle("Time of a training step, AdamW's is 1", _times(timed, busy))]
     else:
-        parts.append("Time has not been measured: the runs were made side by side.")
+        parts.append("Time was not measured: two runs were made at a time.")
     parts.append(_conditions(rows, found))
     parts += ["## Final measure", *_finals(found)]
+    parts.append(toggle("Steps to AdamW's final measure, all optimizers", _steps(found)))
     parts += _states(found)
-    parts += ["## Learning rates", *_widths(rows, found), "## Tasks", PICTURES]
+    parts += ["## Learning rates", *_widths(rows, found), toggle("Settings of the best trials", _settings(found))]
+    parts += ["## Tasks", PICTURES]
     for task in found:
         parts += _section(task, rows, page)
-    parts.append(toggle("All tables", tables(rows)))
-    parts.append(f"[The runs]({_link(source, page)}): a line of JSON for each. {OTHER_PAGE}")
+    parts.append(f"[The runs]({_link(source, page)}) are lines of JSON. {OTHER_PAGE}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -146,8 +147,8 @@ def _answer(found: Sequence[Task], timed: Sequence[Task]) -> str:
     rest = [task.name for task in found if task.name not in first]
     return (
         f"{lead}**, in the geometric mean of {count(len(found), 'task')}. Of the steps of the best other optimizer of "
-        f"each task it takes {_against(found, 'steps')}. On {len(first)} of {len(found)} it ends first or within a "
-        f"seed's spread of the first{f'; not on {_listed(rest)}' if rest else ''}."
+        f"each task it takes {_against(found, 'steps')}. On {len(first)} of {len(found)} tasks its final measure is "
+        f"the best or within a seed's spread of the best{f'; not on {_listed(rest)}' if rest else ''}."
     )
 
 
@@ -180,8 +181,8 @@ def _conditions(rows: Sequence[Row], found: Sequence[Task]) -> str:
     machine = f" on {about['processor']}, torch {about['torch']}" if all(about.values()) else ""
     versions = len({row.environment["code"] for row in rows if "code" in row.environment})
     parts = [
-        f"{_span(trials)} trials for each optimizer and task, then {_span(seeds)} seeds, one thread each{machine}: the "
-        "rules are in [the laboratory](laboratory.md#sweeps).",
+        f"Each optimizer had {_span(trials)} trials a task, then {_span(seeds)} seeds, on one thread{machine} "
+        "([rules](laboratory.md#sweeps)).",
         f"The runs come from {versions} versions of the code." if versions > 1 else "",
         FAVOUR,
         EARLIER_RULES if any(row.config is None for row in rows) else "",
@@ -220,15 +221,18 @@ def _verdicts(found: Sequence[Task], kind: str) -> list[str]:
 # ------------------------------------------------------------------------------------------------ other tables
 
 
-def _matrix(found: Sequence[Task], cell: Callable[[Task, Standing], str], last: Callable[[str], str]) -> list[str]:
-    """A line for each optimizer, a column for each task and one more; cells are empty where there are no runs."""
+def _matrix(
+    found: Sequence[Task], cell: Callable[[Task, Standing], str], last: Callable[[str], str] | None = None
+) -> list[str]:
+    """A line for each optimizer, a column for each task, and one more for ``last``; cells are empty where there are no
+    runs."""
     names = dict.fromkeys(one.name for task in found for one in task.found)
-    lines = top(("optimizer", *(task.name for task in found), "geometric mean"))
+    lines = top(("optimizer", *(task.name for task in found), *([] if last is None else ["geometric mean"])))
     for name in names:
         held = [(task, one) for task in found for one in task.found if one.name == name]
         cells = {task.name: cell(task, one) for task, one in held}
-        whole = last(name) if len(held) == len(found) else ""
-        lines.append(_line([label(name), *(cells.get(task.name, "") for task in found), whole]))
+        whole = [] if last is None else [last(name) if len(held) == len(found) else ""]
+        lines.append(_line([label(name), *(cells.get(task.name, "") for task in found), *whole]))
     return lines
 
 
@@ -262,9 +266,24 @@ def _finals(found: Sequence[Task]) -> list[str]:
     what = ", ".join(f"{measure(task.ours.runs[0])} on {task.name}" for task in found)
     return [
         "\n".join(_matrix(found, cell, last)),
-        f"{what[:1].upper()}{what[1:]}; mean and standard deviation over the seeds. Bold: first, or within a seed's "
-        "spread of the first. The last column is the error by AdamW's.",
+        f"{what[:1].upper()}{what[1:]}; mean and standard deviation over the seeds. Bold: the best, or within a seed's "
+        "spread of the best. The last column is the mean error, AdamW's is 1.",
     ]
+
+
+def _steps(found: Sequence[Task]) -> list[str]:
+    def cell(task: Task, one: Standing) -> str:
+        return f"{shown(one.share)} ± {one.share_spread:.2g}" if one.share < math.inf else shown(one.share)
+
+    def last(name: str) -> str:
+        mean = geometric_mean([one.share for task in found for one in task.found if one.name == name])
+        return f"{mean:.3f}" if mean < math.inf else NONE
+
+    return _matrix(found, cell, last)
+
+
+def _settings(found: Sequence[Task]) -> list[str]:
+    return _matrix(found, lambda task, one: settings_cell(one.runs))
 
 
 def _states(found: Sequence[Task]) -> list[str]:
@@ -275,7 +294,7 @@ def _states(found: Sequence[Task]) -> list[str]:
     def cell(task: Task, one: Standing) -> str:
         return amount(max(row.state_bytes or 0 for row in one.runs), "B")
 
-    return ["## State", toggle("Bytes of the optimizer's state", _matrix(found, cell, lambda name: ""))]
+    return ["## State", toggle("Bytes of the optimizer's state", _matrix(found, cell))]
 
 
 def _widths(rows: Sequence[Row], found: Sequence[Task]) -> list[str]:
@@ -294,16 +313,15 @@ def _widths(rows: Sequence[Row], found: Sequence[Task]) -> list[str]:
     sentence = "; ".join(f"{label(one.name)} {last(one.name)}" for one in found[0].found if last(one.name))
     rated = any(row.kind == RATE for row in rows)
     return [
-        "The largest learning rate with an error within 2 % of the best one's, by the smallest, geometric mean of the "
-        f"tasks: {sentence or 'not known'}.",
+        "The largest learning rate whose error is within 2 % of the best, divided by the smallest, in the geometric "
+        f"mean: {sentence or 'not known'}.",
         toggle(
             "Learning rates within 2 % of the best error",
             [
                 *lines,
                 "",
-                "On one seed, "
-                + ("the trials and multiples of the best rate" if rated else "the trials")
-                + "; between two rates the error is interpolated. >: the end of the range was not found.",
+                f"From {'the trials and multiples of the best rate' if rated else 'the trials'} on one seed, by "
+                "interpolation. >: the end of the range was not found.",
             ],
         ),
     ]
@@ -312,29 +330,14 @@ def _widths(rows: Sequence[Row], found: Sequence[Task]) -> list[str]:
 def _section(task: Task, rows: Sequence[Row], page: Path) -> list[str]:
     stem = f"{page.stem}/{task.name}"
     title = f"{task.name}: {measure(task.ours.runs[0])} over steps"
-    heads = ("optimizer", "final measure (settings)", "steps to AdamW's", "a step, by AdamW's", "state")
-    table = []
-    for one in task.found:
-        state = one.runs[0].state_bytes
-        table.append(
-            [
-                label(one.name),
-                final_cell(one.runs),
-                f"{shown(one.share)} ± {one.share_spread:.2g}" if one.share < math.inf else shown(one.share),
-                f"{task.times[one.name][0]:.2f}" if one.name in task.times else "",
-                "" if state is None else amount(state, "B"),
-            ]
-        )
-    kept = [k for k in range(len(heads)) if any(line[k] for line in table)]  # what is not known has no column
-    lines = [*top([heads[k] for k in kept]), *(_line([line[k] for k in kept]) for line in table)]
     steps = task.ours.runs[0].curve[-1][0]
     lost = [label(one.name) for one in task.found if best_trial(of(rows, task.name, one.name)) is None]
-    more = f" Diverged on every trial: {_listed(lost)}." if lost else ""
+    told = [f"{steps:,} steps", *scores({label(one.name): one.runs for one in task.found})]
+    told += [f"Diverged on every trial: {_listed(lost)}"] if lost else []
     return [
         f"### {task.name}",
-        f"![{title}]({stem}.png#only-light)\n![{title}]({stem}-dark.png#only-dark)",
-        f"{steps:,} steps.{more}",
-        toggle(f"All optimizers on {task.name}", lines),
+        f"![{title}]({stem}.png)",  # the site shows {stem}-dark.png on dark pages
+        f"{'. '.join(told)}.",
     ]
 
 
@@ -352,10 +355,6 @@ def _line(cells: Iterable[str]) -> str:
 def _listed(names: Iterable[str]) -> str:
     held = list(names)
     return " and ".join(held) if len(held) < 3 else f"{', '.join(held[:-1])} and {held[-1]}"
-
-
-def _tasks(found: Sequence[Task]) -> str:
-    return f"{count(len(found), 'task')} ({_listed(task.name for task in found)})"
 
 
 def _span(values: Iterable[int]) -> str:

@@ -1,10 +1,10 @@
-"""The tables of a sweep, in Markdown: final measures, steps to the baseline's and to the best rival's."""
+"""The tables of a sweep, in Markdown: final measures, steps to the baseline's and to the best other optimizer's."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ngplus.lab.optimizers import OPTIMIZERS
 from ngplus.lab.sweep.numbers import (
@@ -21,7 +21,7 @@ from ngplus.lab.sweep.numbers import (
 from ngplus.lab.sweep.rows import Row
 
 WORKLOADS = ("shakespeare", "multi30k", "cifar10", "qm9", "materials")  # first, in this order
-SCORES = {"whole_loss": "loss on the whole validation text", "bleu": "BLEU on the test set"}
+SCORES = {"whole_loss": "Loss on the whole validation text", "bleu": "BLEU on the test set"}
 
 
 def tasks_of(rows: Sequence[Row]) -> list[str]:
@@ -57,7 +57,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
     levels = {task: finals[name][task] for task, name in best.items()}
     for title, level in (
         ("the baseline's final measure", finals[BASELINE]),
-        ("the final measure of the best rival", levels),
+        ("the final measure of the best other optimizer", levels),
     ):
         lines += ["", f"Steps to {title}, as a part of its budget", "", *top(head)]
         for name in names:
@@ -69,7 +69,9 @@ def tables(rows: Sequence[Row]) -> list[str]:
     for name in timed:
         time = geometric_mean([share_of_budget(held[name][t], finals[BASELINE][t]) for t in tasks])
         lines.append(f"{final_line(name)} {time:.3f} |")
-    return lines + [line for t in tasks for line in scores(t, {name: held[name][t] for name in names})]
+    return lines + [
+        line for t in tasks for told in scores({name: held[name][t] for name in names}) for line in ("", f"{t}: {told}")
+    ]
 
 
 def top(headings: Sequence[str]) -> list[str]:
@@ -82,8 +84,7 @@ def shown(part: float) -> str:
 
 def final_cell(runs: Sequence[Row]) -> str:
     """The final measure over the seeds, with the settings."""
-    hyper = ", ".join(f"{name} {value:g}" for name, value in runs[0].hyper.items())
-    return f"{measure_cell(runs)} ({hyper})"
+    return f"{measure_cell(runs)} ({settings_cell(runs)})"
 
 
 def measure_cell(runs: Sequence[Row]) -> str:
@@ -93,9 +94,13 @@ def measure_cell(runs: Sequence[Row]) -> str:
     return f"{final(runs):.4g} ± {spread(own):.2g}"
 
 
-def scores(task: str, held: dict[str, list[Row]]) -> list[str]:
-    """What is measured once, at the end of a run: the mean and the standard deviation over the seeds."""
-    lines = []
+def settings_cell(runs: Sequence[Row]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in runs[0].hyper.items())
+
+
+def scores(held: Mapping[str, Sequence[Row]]) -> list[str]:
+    """What is measured once, at the end of a run: the mean and the standard deviation over the seeds, by name."""
+    told = []
     for key, title in SCORES.items():
         cells = []
         for name, runs in held.items():
@@ -103,5 +108,5 @@ def scores(task: str, held: dict[str, list[Row]]) -> list[str]:
             if len(own) > 1:
                 cells.append(f"{name} {statistics.mean(own):.4g} ± {statistics.stdev(own):.2g}")
         if cells:
-            lines += ["", f"{task}, {title}: " + "; ".join(cells)]
-    return lines
+            told.append(f"{title}: {'; '.join(cells)}")
+    return told
