@@ -130,7 +130,7 @@ class NotPerSample(Exception):
 def check_bytes(number: int, memory: int) -> None:
     """Raises NotPerSample if a refresh would take more bytes for a matrix than it may."""
     if number > memory:
-        raise NotPerSample(reasons.with_detail(reasons.TOO_LARGE, f"{number:,} bytes, and it is {memory:,}"))
+        raise NotPerSample(reasons.with_detail(reasons.TOO_LARGE, f"{number:,} bytes, refresh_memory is {memory:,}"))
 
 
 @dataclass(frozen=True)
