@@ -116,7 +116,7 @@ def test_parameter_twice_in_one_group_is_told_and_moves_once(method: Method) -> 
 @both
 def test_parameters_of_another_model(kind: Method) -> None:
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    with pytest.raises(ValueError, match="None of the parameters is one of model="):
+    with pytest.raises(ValueError, match="None of the parameters belongs to model="):
         kind(model.parameters(), model=other)
 
 

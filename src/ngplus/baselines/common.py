@@ -54,7 +54,7 @@ class BaselineOptimizer(BaseOptimizer):
         raise NotImplementedError
 
     def plan(self, batch_size: int | None = None, positions: int = 1, *, verbose: bool = False) -> Plan:
-        """What is done with each parameter, and its cost; before the first refresh, for these samples and positions."""
+        """Returns the shape, curvature and costs of each parameter, before the first refresh for this batch size."""
         rows = []
         for matrix in self._matrices:
             seen, state = matrix.seen or (batch_size or 0, positions), self.state.get(matrix.params[0], {})

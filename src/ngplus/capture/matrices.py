@@ -76,8 +76,8 @@ class ParameterMatrix:
         for name, param, shape in zip(self.names, self.params, self._shapes, strict=False):
             if param.shape != shape and param.requires_grad:
                 raise RuntimeError(
-                    f"Parameter {name!r} had the shape {tuple(shape)} when the optimizer was made, and has "
-                    f"{tuple(param.shape)} now, as after resize_token_embeddings(): make the optimizer anew"
+                    f"Parameter {name!r} had the shape {tuple(shape)} when the optimizer was created, and has "
+                    f"{tuple(param.shape)} now, as after resize_token_embeddings(): create a new optimizer"
                 )
         self._shapes += [param.shape for param in self.params[len(self._shapes) :]]
         current = (active, self.params[0].dtype, self.params[0].device)

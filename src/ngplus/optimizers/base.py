@@ -311,8 +311,8 @@ class BaseOptimizer(MatrixOptimizer):
         if replaced:
             self._warned_of_replaced = True
             warn(
-                f"The model has other parameters in place of {_some(replaced)} than when the optimizer was made, and "
-                "the optimizer does not train them: make it anew, or add them with add_param_group()"
+                f"The model's {_some(replaced)} were replaced after the optimizer was created, and the new ones are "
+                "not trained: create a new optimizer, or add them with add_param_group()"
             )
 
     def _warn_uncovered(self, uncovered: list[ParameterMatrix]) -> None:
