@@ -21,7 +21,7 @@ from ngplus.utils.validation import number
 
 
 class BaselineAccumulator(Accumulator):
-    """The base of what KFAC and SENG accumulate for a refresh."""
+    """The base class of the accumulators of KFAC and SENG."""
 
     def scale(self, group: Group, grad_scale: Tensor | float) -> Tensor | float:
         """The factor from a captured gradient to that of the per-sample loss: see ``curvature.per_sample``."""
@@ -29,7 +29,7 @@ class BaselineAccumulator(Accumulator):
 
 
 class BaselineOptimizer(BaseOptimizer):
-    """The base of KFAC and SENG, which run in one process."""
+    """The base class of KFAC and SENG, which run in one process."""
 
     def __init__(
         self,

@@ -123,7 +123,7 @@ class ParameterMatrix:
 
     @property
     def falls_back(self) -> bool:
-        """Is what is recorded not needed, since the matrix falls back at the next step?"""
+        """Returns True if nothing needs to be recorded, as the matrix falls back at the next step."""
         return bool(self.reason) and not self.captured_jointly
 
     def apply_fallback(self) -> None:

@@ -57,7 +57,7 @@ NO_SAMPLE_INDEX = "sample_index has no entries for the rows of its output"
 
 
 def with_detail(reason: str, detail: object) -> str:
-    """Returns the reason with what is special about this case.
+    """Returns the reason with a detail of this case.
 
     Examples:
         >>> with_detail(ROWS_UNKNOWN, "after sort")

@@ -36,12 +36,12 @@ class Ragged:
 
     @property
     def uneven(self) -> bool:
-        """Do samples have different numbers of entries?"""
+        """Whether samples have different numbers of entries."""
         return self.samples * self.longest > len(self.index)
 
     @property
     def shuffled(self) -> bool:
-        """Are the entries in another order than the samples?"""
+        """Whether the entries are in another order than the samples."""
         return self._order is not None
 
     def part(self, samples: Samples) -> tuple[Tensor, Ragged]:

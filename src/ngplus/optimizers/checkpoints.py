@@ -35,7 +35,7 @@ def check(
     check_options: Callable[[Mapping[str, Any]], None],
     needed: Sequence[str],
 ) -> None:
-    """ValueError, before anything is changed, for what is not a state_dict of this kind of optimizer and model.
+    """Raises ValueError, before anything changes, if this is not a state_dict of this kind of optimizer and model.
 
     ``params`` are the parameters of each group with their names, ``check_options`` refuses options that make no
     sense, ``needed`` are options that every group of this optimizer has.
@@ -83,7 +83,7 @@ def check(
 
 
 def renewed(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved group's options in today's words, with the meaning that they had."""
+    """A saved group's options under their present names."""
     if group.get("state_version", 0) == VERSION or "betas" in group:  # NGAdam has not changed
         return {**group, "state_version": VERSION}
     old = {"relative_damping": 0.0, **{key: value for key, value in group.items() if key not in REMOVED}}

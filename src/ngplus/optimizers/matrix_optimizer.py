@@ -96,7 +96,7 @@ class MatrixOptimizer(Optimizer):
     # ---------------------------------------------------------------------------------------------- of each method
 
     def _captures(self, group: Mapping[str, Any]) -> bool:
-        """Does this group's curvature come from captured per-sample gradients?"""
+        """Returns True if this group's curvature comes from captured per-sample gradients."""
         return True
 
     def _preconditioner(self, matrix: ParameterMatrix, group: Group, state: State) -> MatrixPreconditioner:
@@ -108,7 +108,7 @@ class MatrixOptimizer(Optimizer):
         return collect(self._model, params)
 
     def _check(self, group: Mapping[str, Any]) -> None:
-        """ValueError for the first option that does not make sense."""
+        """Raises ValueError for the first invalid option."""
         options.check(group)
 
     # ---------------------------------------------------------------------------------------------- matrices
@@ -227,7 +227,7 @@ class MatrixOptimizer(Optimizer):
         return self._refresh_rule(group["step"], group["update_every"]) or not self._has_curvature(matrix)
 
     def _has_curvature(self, matrix: ParameterMatrix) -> bool:
-        """Has the matrix curvature of its present size? If its owner alone has it, all ranks go by "refreshed"."""
+        """Returns True if the matrix has curvature of its present size; by "refreshed", if only its owner has it."""
         # .get makes no entry: torch takes an optimizer without state for one that is not initialised.
         held, distributor = self.state.get(matrix.params[0], {}), self._distributor(matrix)
         if held.get("refreshed") != self._refresh_key(matrix):

@@ -248,7 +248,7 @@ class NGAdam(BaseOptimizer):
 
 
 def _depends_on_module(param: nn.Parameter) -> bool:
-    """May the module of a parameter change its L and R? Those of a table and of a convolution's kernel differ."""
+    """Returns True if the module may change a parameter's L and R, as for a table or a convolution's kernel."""
     return param.dim() > 2 or (param.dim() == 2 and has_diagonal(*param.shape))
 
 

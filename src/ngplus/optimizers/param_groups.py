@@ -31,7 +31,7 @@ def inside(model: nn.Module) -> nn.Module:
 
 
 def check_model(model: nn.Module) -> None:
-    """ValueError for a model whose parameters are no tensors of their own shapes."""
+    """Raises ValueError for a model of FSDP1, whose parameters do not have their own shapes."""
     wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if wrapper is not None and any(isinstance(module, wrapper) for module in model.modules()):
         raise ValueError(
@@ -62,7 +62,7 @@ def with_names(
 
 
 def check_parameters(group: Mapping[str, Any]) -> None:
-    """ValueError, with the name, for the first parameter that cannot be taken."""
+    """Raises ValueError, with the name, for the first parameter that is not supported."""
     params = group["params"]
     names = group.get("param_names") or [f"number {i}" for i in range(len(params))]
     for name, param in zip(names, params, strict=True):

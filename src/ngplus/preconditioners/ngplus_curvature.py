@@ -47,7 +47,7 @@ DAMPING_FLOOR = 1e-30  # of relative damping alone, for a zero matrix
 class Curvature(NamedTuple):
     """A matrix's side, "left" or "right", and its dense L or R: [d, d], or [groups, d, d] for a grouped convolution.
 
-    Of NGAdam, it is the smaller one's.
+    For NGAdam, it is the smaller side.
 
     Examples:
         >>> side, matrix = Curvature("left", torch.eye(2))

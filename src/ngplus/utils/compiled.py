@@ -30,7 +30,7 @@ REASON = (
 
 @functools.cache
 def uncompiled() -> Callable[..., Any]:
-    """``f, *args -> f(*args)``, outside of any graph."""
+    """Returns a function from ``f, *args`` to ``f(*args)`` that runs outside of any graph."""
 
     def call(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
