@@ -106,8 +106,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a later layout": (lambda: spoilt(lambda c: set_group(c, state_version=99)), "layout 99"),
     "a layout that is none": (lambda: spoilt(lambda c: set_group(c, state_version="new")), "layout 'new'"),
     "Adam's": (adam, "not one of NGPlus: its groups have no damping"),
-    "no state_dict": (lambda: {"model": {}}, "not the state_dict of an optimizer"),
-    "a list": (lambda: [1, 2], "not the state_dict"),
+    "no state_dict": (lambda: {"model": {}}, "not a state_dict of NGPlus"),
+    "a list": (lambda: [1, 2], "not a state_dict of NGPlus"),
     "another model's": (
         lambda: ngplus.NGPlus(nn.Linear(2, 2)).state_dict(),
         r"has \[2\] parameters in its groups, this NGPlus has \[4\]",

@@ -108,7 +108,7 @@ CLASHES = [
     ({"solver": "sketched", "curvature": "momentum"}, "sketched.*curvature"),
     ({"solver": "woodbury", "curvature": "sample", "relative_damping": 0.0}, "damping"),
     ({"solver": "sketched", "curvature": "sample", "relative_damping": 0}, "damping"),
-    ({"nesterov": True, "momentum": 0.0}, "nesterov=True.*momentum, which is 0.0"),
+    ({"nesterov": True, "momentum": 0.0}, "nesterov=True.*momentum=0.0"),
     ({"solver": "woodbury", "curvature": "sample", "sketch": 3}, "woodbury.*sketch"),
 ]
 
