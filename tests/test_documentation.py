@@ -109,11 +109,12 @@ def test_every_public_name_has_an_example_that_runs(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n, found in OBJECTS.items() if inspect.isclass(found)])
 def test_every_argument_is_described(name: str) -> None:
-    """In the docstring's Args, where it has them."""
+    """In the docstring's Args, where it has them; they may be in several groups, as in ``Args: Curvature``."""
     found = OBJECTS[name]
-    _, head, described = (inspect.getdoc(found) or "").partition("\nArgs:\n")
-    if not head:
+    _, *groups = re.split(r"^Args:.*\n", inspect.getdoc(found) or "", flags=re.M)
+    if not groups:
         return
+    described = "\n".join(groups)
     lines = re.findall(r"^    ([\w, ]+)(?: \([^)]*\))?:", described, re.M)  # name (type): meaning
     names = {n.strip("* ") for line in lines for n in line.split(",")}
     missing = set(inspect.signature(found).parameters) - names

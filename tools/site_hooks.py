@@ -47,7 +47,24 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:
+    if page.file.src_uri.startswith("api/"):
+        html = links_to_pages(one_default(html))
     return pictures(formulas(names(plain_roles(html))), Path(page.file.src_uri).parent)
+
+
+def one_default(html: str) -> str:
+    """An argument whose description has its default does not have it beside its type as well."""
+
+    def item(found: re.Match[str]) -> str:
+        own = re.compile(r", default:\s*<code[^>]*>.*?</code>\s*\)", re.S)
+        return own.sub(")", found[0], count=1) if "(default:" in found[0] else found[0]
+
+    return re.sub(r'<li class="doc-section-item.*?</li>', item, html, flags=re.S)
+
+
+def links_to_pages(html: str) -> str:
+    """Docstrings name pages as docs/method.md."""
+    return re.sub(r"\bdocs/([\w-]+)\.md\b", r'<a href="../\1.html">docs/\1.md</a>', html)
 
 
 def plain_roles(html: str) -> str:
@@ -59,7 +76,7 @@ def plain_roles(html: str) -> str:
 def names(html: str) -> str:
     """A short name in the text stays in one piece, also where it has hyphens. In the cells of tables a long one may go
     on in the next line, but only behind a _ / = or opening bracket. A number stays with its sign or %, and a range
-    in one piece. Cells with more than a few words are marked."""
+    in one piece. Cells with more than a word or two are marked."""
 
     def breakable(code: re.Match[str]) -> str:
         if len(code[1]) <= 16:
@@ -72,8 +89,9 @@ def names(html: str) -> str:
             return f'<code class="whole">{short}</code>'
         cell = re.sub(r"([±≤≥]) | (?=%)", r"\1&nbsp;", cell)
         cell = re.sub(r"(?<=\d)–(?=\d)", "&NoBreak;–&NoBreak;", cell)
-        if len(re.sub(r"<[^>]+>", "", cell)) > 40:
-            cell = cell.replace("<td", '<td class="long"', 1)
+        length = len(re.sub(r"<[^>]+>", "", cell))
+        if length > 20:
+            cell = cell.replace("<td", f'<td class="{"long" if length > 40 else "medium"}"', 1)
         return re.sub(r"<code>([^<]*)</code>", breakable, cell)
 
     inline = r"(?<!<pre>)(?<!</span>)<code>([^<]{1,28})</code>"  # not a block

@@ -80,8 +80,10 @@ def ngplus_step(
     update_every: int = 1,
     state: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Step k of Algorithm 1, for a loss that is a mean over samples. ``state`` is what the last step has returned, None
-    in the first one. It has k + 1 as "step", and the L or R of each matrix by the name of its first parameter.
+    """Performs step k of Algorithm 1, for a loss that is a mean over samples, and returns the state.
+
+    Pass that as ``state`` to the next step. It has k + 1 as "step", and L or R of each matrix by the name of its first
+    parameter.
 
     Examples:
         >>> model = nn.Linear(3, 2)
@@ -127,7 +129,7 @@ def inverse_root(x: Tensor, damping: Tensor) -> Tensor:
 
 
 def is_refresh(step: int, update_every: int) -> bool:
-    """Roots are made at the steps 1, 2, 3, 4, 6, and every ``update_every`` steps from the first one on.
+    """Returns True at the steps 1, 2, 3, 4 and 6, and every ``update_every`` steps from the first one on.
 
     Examples:
         >>> [step for step in range(1, 20) if ngplus.reference.is_refresh(step, 5)]
@@ -142,10 +144,11 @@ def column_stride(n: int) -> int:
 
 
 def some_columns(x: Tensor, step: int) -> Tensor:
-    r"""Every $q$-th column of $x$, beginning with column ``step`` mod $q$, times $\sqrt q$; all columns where there are
-    at most 256. The mean of the products of these columns over $q$ steps is $x x^\top$.
+    r"""Returns every $q$-th column of $x$, from column ``step`` mod $q$ on, times $\sqrt q$; if there are at most 256,
+    all columns.
 
-    This is the paper's sketched product, with columns taken in turn and not at random.
+    The mean of their products over $q$ steps is $x x^\top$. This is the paper's sketched product, with columns in turn
+    and not at random.
 
     Examples:
         >>> tuple(ngplus.reference.some_columns(torch.ones(2, 1000), step=1).shape)
@@ -163,13 +166,13 @@ def ngadam_direction(
     update_every: int = 5,
     max_rms: float = 0.3,
 ) -> Tensor:
-    r"""The direction $D$ of a matrix, before the learning rate. ``state`` begins empty. With Nesterov's momentum $N$,
+    r"""Returns the direction $D$ of a matrix, before the learning rate; ``state`` begins empty.
 
     $$D = \sqrt{\operatorname{tr} L} (L + \lambda I)^{-1/2} N (R + \lambda I)^{-1/2}$$
 
-    L and R are moving averages of $G G^\top$ and $G^\top G$, of wide matrices from :func:`some_columns`. ``damping`` is
-    relative: $\lambda$ is ``damping``, or $t^{-2}$ in step $t$ where that is larger, times the mean eigenvalue of L,
-    and of R. ``max_rms`` is the largest root mean square of D.
+    $N$ is Nesterov's momentum. L and R are moving averages of $G G^\top$ and $G^\top G$, of wide matrices from
+    :func:`some_columns`. $\lambda$ is the larger one of ``damping`` and $t^{-2}$ in step $t$, times the mean eigenvalue
+    of L or R. ``max_rms`` bounds the root mean square of D.
 
     Examples:
         >>> state = {}

@@ -1,9 +1,4 @@
-"""Schedules of the damping lambda, options of the parameter groups like the learning rate.
-
-For learning rates take torch.optim.lr_scheduler: the paper's strategies are PolynomialLR (its "exponential" one,
-a0 (1 - epoch/max_epoch)^rate), CosineAnnealingLR with eta_min=0.001, and LinearLR before them in a SequentialLR for the
-warm-up. ``docs/settings.md`` shows each.
-"""
+"""Schedules of the damping. For learning rates use torch.optim.lr_scheduler: ``docs/settings.md`` shows the paper's."""
 
 from __future__ import annotations
 
@@ -21,8 +16,7 @@ class HasGroups(Protocol):
 
 
 def _initial(group: dict[str, Any]) -> dict[str, float]:
-    """The initial values of the options that lambda is made of; those of a group added later are the ones at the next
-    call of the schedule."""
+    """The initial damping and relative_damping; of a group added later, those at the next call of the schedule."""
     if "damping" not in group:
         raise ValueError("The optimizer has no damping to schedule: damping schedules are for NGPlus, KFAC and SENG")
     options = [name for name in ("damping", "relative_damping") if name in group]
@@ -30,10 +24,13 @@ def _initial(group: dict[str, Any]) -> dict[str, float]:
 
 
 class LambdaDamping:
-    r"""$\lambda = \lambda_0 \cdot$ ``factor(epoch)``, for each parameter group: ``damping`` and ``relative_damping``
-    are multiplied by the factor.
+    """Multiplies the initial ``damping`` and ``relative_damping`` of each parameter group by ``factor(epoch)``.
 
     ``step()`` advances by one epoch, like a torch scheduler; ``step(epoch)`` sets the epoch, which may be a fraction.
+
+    Args:
+        optimizer (NGPlus, Preconditioner, KFAC or SENG): the optimizer whose damping is scheduled.
+        factor (callable): from the epoch to the factor.
 
     Examples:
         >>> optimizer = ngplus.NGPlus(nn.Linear(3, 2), damping=0.4)
@@ -59,11 +56,11 @@ class LambdaDamping:
             group.update({name: value * self.factor(self.epoch) for name, value in _initial(group).items()})
 
     def get_last_damping(self) -> list[float]:
-        """The option ``damping`` of each group."""
+        """Returns the ``damping`` of each group."""
         return [group["damping"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, without the factor."""
+        """Returns the epoch; the factor is not saved."""
         return {"epoch": self.epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -73,9 +70,14 @@ class LambdaDamping:
 
 
 class ExponentialDamping(LambdaDamping):
-    r"""$\lambda = \lambda_0 \cdot \text{rate}^{\text{epoch} / \text{every}}$.
+    r"""Multiplies the initial damping by $\text{rate}^{\text{epoch} / \text{every}}$.
 
-    The paper has rate 0.8 or 0.87 and every 10 epochs in its experiments.
+    The paper has rate 0.8 or 0.87.
+
+    Args:
+        optimizer (NGPlus, Preconditioner, KFAC or SENG): the optimizer whose damping is scheduled.
+        rate (float): the factor for ``every`` epochs.
+        every (float): a number of epochs (default: 10).
 
     Examples:
         >>> optimizer = ngplus.NGPlus(nn.Linear(3, 2), lr=0.18, damping=0.16)

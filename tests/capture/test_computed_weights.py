@@ -306,7 +306,7 @@ class ByMatmul(nn.Linear):
 
 
 UNCERTAIN: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "random": (lambda: DropConnect(6, 3), "do not give the same result again"),
+    "random": (lambda: DropConnect(6, 3), "differs when it is computed again"),
     "another use": (lambda: OtherUse(6, 3), "several functions"),
     "bias of its own": (lambda: OwnBias(6, 3), "several functions"),
     "several calls": (lambda: Several(6, 3), "several functions"),

@@ -91,7 +91,7 @@ def test_a_weight_that_is_read_directly_has_mini_batch_curvature() -> None:
 @pytest.mark.parametrize("lazy", [lambda: geometric.Linear(-1, 4), lambda: nn.LazyLinear(4)])
 def test_lazy_layers_are_called_first(make: Any, lazy: Any) -> None:
     model = nn.Sequential(lazy(), nn.Tanh())
-    with pytest.raises(ValueError, match="call the model with a batch before the optimizer is made"):
+    with pytest.raises(ValueError, match="call the model with a batch before you create the optimizer"):
         make(model)
     model(torch.randn(5, 3))
     optimizer = make(model)

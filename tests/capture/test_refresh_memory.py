@@ -195,7 +195,7 @@ def test_more_at_once_exceeds_the_bound(case: str, monkeypatch: pytest.MonkeyPat
 def test_what_is_above_the_bound_has_mini_batch_curvature(case: str) -> None:
     plain, peak, optimizer = refresh_bytes(CASES[case], BOUND)
     assert peak - plain <= BOUND + FIXED
-    assert any("and it is 16,777,216" in row.note for row in optimizer.plan())
+    assert any("refresh_memory is 16,777,216" in row.note for row in optimizer.plan())
 
 
 @pytest.mark.parametrize("case", ["autocast", "cross attention"])
@@ -221,7 +221,7 @@ def test_a_row_above_the_bound_ends_the_measurement(double: None) -> None:
 
     row = stepped(Wide(), torch.randn(6, 4), refresh_memory=200_000).plan()["weight"]
     assert row.source == "batch"
-    assert "and it is 200,000" in row.note
+    assert "refresh_memory is 200,000" in row.note
 
 
 SMALL: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str]] = {
@@ -246,7 +246,7 @@ def test_what_does_not_fit_has_mini_batch_curvature(double: None, case: str, sol
     assert above.source == row.source
     below = stepped(alone, x, solver=solver, refresh_memory=100).plan()[name]
     assert (below.source, below.refresh_bytes) == ("batch", 0)
-    assert "and it is 100" in below.note
+    assert "refresh_memory is 100" in below.note
 
 
 def test_a_large_low_rank_root_is_multiplied_out(double: None) -> None:

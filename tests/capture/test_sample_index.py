@@ -126,7 +126,7 @@ def test_a_part_of_the_model_that_is_called_by_itself_is_told() -> None:
     model, inputs = GraphNet(), graphs(False)
     optimizer = ngplus.NGPlus(model, sample_index=GraphNet.index)
     model.first(model.kinds(inputs[0])).square().mean().backward()
-    with pytest.warns(UserWarning, match="a part of GraphNet was called by itself"):
+    with pytest.warns(UserWarning, match="A part of GraphNet was called by itself"):
         optimizer.step()
 
 
@@ -164,7 +164,7 @@ def test_what_is_no_index_is_refused(given: Any, message: str) -> None:
 def test_what_is_no_function_is_refused() -> None:
     with pytest.raises(ValueError, match="Invalid sample_index: tensor"):
         ngplus.NGPlus(nn.Linear(3, 2), sample_index=torch.zeros(3))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="takes no sample_index"):
+    with pytest.raises(ValueError, match="does not take sample_index"):
         ngplus.NGPlus([{"params": [nn.Parameter(torch.zeros(2))], "sample_index": None}], curvature="batch")
 
 

@@ -69,7 +69,7 @@ def test_an_adaptive_state_of_an_earlier_layout_is_refused(kind: Any) -> None:
     optimizer = kind(model, lr=0.01, update_every=2)
     train_to_zero(model, optimizer, floats(6, 5), range(2))
     before = copy.deepcopy(optimizer.state_dict()["param_groups"])
-    message = "scaling='adaptive'.*NGAdam" if kind is ngplus.NGPlus else "not of NGAdam: its groups have no betas"
+    message = "scaling='adaptive'.*NGAdam" if kind is ngplus.NGPlus else "not one of NGAdam: its groups have no betas"
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(stored("adaptive")["optimizer"])
     assert optimizer.state_dict()["param_groups"] == before
@@ -105,9 +105,9 @@ def removed(**options: Any) -> Any:
 REFUSED: dict[str, tuple[Any, str]] = {
     "a later layout": (lambda: spoilt(lambda c: set_group(c, state_version=99)), "layout 99"),
     "a layout that is none": (lambda: spoilt(lambda c: set_group(c, state_version="new")), "layout 'new'"),
-    "Adam's": (adam, "not of NGPlus: its groups have no damping"),
-    "no state_dict": (lambda: {"model": {}}, "not the state_dict of an optimizer"),
-    "a list": (lambda: [1, 2], "not the state_dict"),
+    "Adam's": (adam, "not one of NGPlus: its groups have no damping"),
+    "no state_dict": (lambda: {"model": {}}, "not a state_dict of NGPlus"),
+    "a list": (lambda: [1, 2], "not a state_dict of NGPlus"),
     "another model's": (
         lambda: ngplus.NGPlus(nn.Linear(2, 2)).state_dict(),
         r"has \[2\] parameters in its groups, this NGPlus has \[4\]",
@@ -143,7 +143,7 @@ def spoilt_ngadam(change: Any) -> Any:
 
 REFUSED_BY_NGADAM: dict[str, tuple[Any, str]] = {
     "a later layout": (spoilt_ngadam(lambda c: set_group(c, state_version=99)), "layout 99"),
-    "NGPlus's": (lambda: spoilt(lambda c: None), "not of NGAdam: its groups have no betas"),
+    "NGPlus's": (lambda: spoilt(lambda c: None), "not one of NGAdam: its groups have no betas"),
     "a bad option": (spoilt_ngadam(lambda c: set_group(c, betas=(0.9, 1.0))), "Invalid beta parameter at index 1"),
     "a bad step": (spoilt_ngadam(lambda c: set_group(c, step=-3)), "step=-3"),
     "not finite": (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ngplus
 
-HINT = "given parameters without their module.*pass model="
+HINT = "given parameters without their module.*or as model="
 both = pytest.mark.parametrize("kind", [ngplus.NGPlus, ngplus.NGAdam])
 
 

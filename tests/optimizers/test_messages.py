@@ -148,7 +148,7 @@ def test_a_name_that_is_not_there_brings_the_nearest() -> None:
         optimizer.curvature("0.wieght")
     with pytest.raises(KeyError, match=r"No parameter 'x' in this plan: print\(plan\(\)\) lists all"):
         optimizer.plan()["x"]
-    with pytest.raises(KeyError, match=r"of shape \(2, 3\) is not one of this optimizer's: plan\(\) lists them"):
+    with pytest.raises(KeyError, match=r"no such parameter of shape \(2, 3\): plan\(\) lists all"):
         optimizer.curvature(nn.Parameter(torch.zeros(2, 3)))
 
 

@@ -184,9 +184,9 @@ def test_resumes_where_it_was() -> None:
 def test_a_state_of_another_optimizer_is_refused() -> None:
     model = nn.Linear(3, 2)
     own, other = ngplus.NGAdam(model), ngplus.NGPlus(model)
-    with pytest.raises(ValueError, match="not of NGAdam: its groups have no betas"):
+    with pytest.raises(ValueError, match="not one of NGAdam: its groups have no betas"):
         own.load_state_dict(other.state_dict())
-    with pytest.raises(ValueError, match="not of NGPlus: its groups have no damping"):
+    with pytest.raises(ValueError, match="not one of NGPlus: its groups have no damping"):
         other.load_state_dict(own.state_dict())
 
 

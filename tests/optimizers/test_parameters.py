@@ -116,14 +116,14 @@ def test_parameter_twice_in_one_group_is_told_and_moves_once(method: Method) -> 
 @both
 def test_parameters_of_another_model(kind: Method) -> None:
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    with pytest.raises(ValueError, match="None of the parameters is one of model="):
+    with pytest.raises(ValueError, match="None of the parameters belongs to model="):
         kind(model.parameters(), model=other)
 
 
 def test_a_parameter_that_the_model_does_not_have_is_told_by_the_plan() -> None:
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     mixed = ngplus.NGPlus([*model.parameters(), *other.parameters()], model=model)
-    assert [row.note for row in mixed.plan()] == ["", *["it is no parameter of the model that was given"] * 2]
+    assert [row.note for row in mixed.plan()] == ["", *["it is not a parameter of the given model"] * 2]
 
 
 def test_sharded_parameters_are_refused_where_torch_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from ngplus.utils.validation import number
 
 
 class BaselineAccumulator(Accumulator):
-    """The base of what KFAC and SENG accumulate for a refresh."""
+    """The base class of the accumulators of KFAC and SENG."""
 
     def scale(self, group: Group, grad_scale: Tensor | float) -> Tensor | float:
         """The factor from a captured gradient to that of the per-sample loss: see ``curvature.per_sample``."""
@@ -29,7 +29,7 @@ class BaselineAccumulator(Accumulator):
 
 
 class BaselineOptimizer(BaseOptimizer):
-    """The base of KFAC and SENG, which run in one process."""
+    """The base class of KFAC and SENG, which run in one process."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class BaselineOptimizer(BaseOptimizer):
         raise NotImplementedError
 
     def plan(self, batch_size: int | None = None, positions: int = 1, *, verbose: bool = False) -> Plan:
-        """What is done with each parameter, and its cost; before the first refresh, for these samples and positions."""
+        """Returns the shape, curvature and costs of each parameter, before the first refresh for this batch size."""
         rows = []
         for matrix in self._matrices:
             seen, state = matrix.seen or (batch_size or 0, positions), self.state.get(matrix.params[0], {})

@@ -197,16 +197,10 @@ class KFAC(BaselineOptimizer):
 
     $$W \leftarrow W - \alpha (G + \sqrt{\lambda} I)^{-1} \nabla W (A + \sqrt{\lambda} I)^{-1}$$
 
-    With $a_{ip}$ the input of a layer (and a 1 for the bias) at position $p$ of sample $i$, and $g_{ip}$ the gradient
-    of that sample's own loss with respect to the layer's output there, every ``update_every`` steps
-
-    - ``approx="expand"``: $A = \frac{1}{S \kappa} \sum_{ip} a_{ip} a_{ip}^\top$ and
-      $G = \frac{1}{S} \sum_{ip} g_{ip} g_{ip}^\top$;
-    - ``approx="reduce"``: $A = \frac{1}{S} \sum_i \bar a_i \bar a_i^\top$ with the mean $\bar a_i$ over positions, and
-      $G = \frac{1}{S} \sum_i \hat g_i \hat g_i^\top$ with the sum $\hat g_i$.
-
-    They agree for $\kappa = 1$ position. Parameters without such factors (norm layers, embeddings, modules that only
-    vmap or the mini-batch knows) get $(\lambda I + L)^{-1} \nabla W$ of NG+, on their smaller side.
+    $A = \mathbb{E}[a a^\top]$ of a layer's inputs (with a 1 for the bias) and $G = \mathbb{E}[g g^\top]$ of the
+    gradients of its outputs. docs/baselines.md defines them for layers with several positions. Parameters without such
+    factors (norm layers, embeddings, modules without a rule) get $(\lambda I + L)^{-1} \nabla W$ of NG+ on their
+    smaller side.
 
     Examples:
         >>> model = nn.Linear(4, 2)
@@ -218,15 +212,13 @@ class KFAC(BaselineOptimizer):
         ((5, 5), (2, 2))
 
     Args:
-        params: the model, or parameters or parameter groups of ``model``, as in torch.optim.
-        model: the module that the parameters belong to, where ``params`` is not a module.
-        lr, momentum, nesterov, weight_decay, maximize: as in ``NGPlus``.
-        damping: $\lambda$, absolute. Each factor gets its square root.
-        update_every: steps between two refreshes. The first is at the first step.
-        beta: of the moving average of the factors, over refreshes, begun with the first; 0 for none.
-        approx: for layers with several positions, such as convolutions: see above.
-        loss_reduction: ``"mean"``, the loss is an average over the batch or its tokens, or ``"sum"``.
-        batch_dim, sample_index: what the samples are, as in ``NGPlus``.
+        params (Module or iterable): the model, or parameters or parameter groups of ``model``.
+        lr (float or Tensor): learning rate (default: 0.03).
+        damping (float): $\lambda$; each factor gets its square root (default: 0.1).
+        update_every (int): steps between two refreshes. The first step has a refresh (default: 10).
+        beta (float): decay of the moving averages of $A$ and $G$ over refreshes; 0 for none (default: 0.95).
+        approx (str): ``"expand"`` or ``"reduce"``, for layers with several positions (default: ``"expand"``).
+        momentum, nesterov, weight_decay, maximize, model, loss_reduction, batch_dim, sample_index: as in ``NGPlus``.
     """
 
     _accumulator_type = _Sums
@@ -265,11 +257,14 @@ class KFAC(BaselineOptimizer):
         return KroneckerPreconditioner(matrix, group, state)
 
     def factors(self, which: str | nn.Parameter) -> KroneckerFactors:
-        """A and G of a parameter, by name or as it is: their moving averages, so ``beta`` must not be 0."""
+        """Returns the moving averages of A and G of a parameter (name or tensor), for a ``beta`` above 0."""
         matrix = self._find_matrix(which)
         state = self.state.get(matrix.params[0], {})
         if "input" not in state:
-            raise RuntimeError(f"{matrix.name!r} has no Kronecker factors: see plan(), and beta, which must not be 0")
+            raise RuntimeError(
+                f"{matrix.name!r} has no Kronecker factors: beta is 0, there was no step, or plan() shows another "
+                "solver for it"
+            )
         pair = KroneckerFactors(state["input"], state["output"])
         return pair if matrix.groups > 1 else KroneckerFactors(pair.input[0], pair.output[0])
 

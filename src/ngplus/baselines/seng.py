@@ -119,9 +119,8 @@ class SENG(BaselineOptimizer):
 
     $$d = (\lambda I + U U^\top)^{-1} g = \tfrac{1}{\lambda} \left( g - U (\lambda I + U^\top U)^{-1} U^\top g \right)$$
 
-    U is stored as the factors of the $G_i$ where these are smaller than the $G_i$. With ``sketch`` the coefficients $z$
-    solve the smaller problem $\min_z \lVert \Omega U z - \Omega g \rVert^2 + \lambda \lVert z \rVert^2$, and
-    $d = (g - U z) / \lambda$.
+    With ``sketch``, $d = (g - U z) / \lambda$ with $z$ from a smaller least-squares problem. docs/baselines.md has the
+    details.
 
     Examples:
         >>> model = nn.Linear(4, 2)
@@ -130,17 +129,16 @@ class SENG(BaselineOptimizer):
         >>> optimizer.step()
 
     Args:
-        params: the model, or parameters or parameter groups of ``model``, as in torch.optim.
-        model: the module that the parameters belong to, where ``params`` is not a module.
-        lr, momentum, nesterov, weight_decay, maximize: as in ``NGPlus``.
-        damping: $\lambda$, absolute and above 0.
-        update_every: steps between two refreshes. The first is at the first step.
-        samples: how many columns U has: size or fraction of a random sub-sample of the batch; None is the whole batch.
-        sketch: q: of the m rows and n columns of each $G_i$, q at random stand for all in $U^\top U$ and $U^\top g$;
-            None is exact.
-        loss_reduction: ``"mean"``, the loss is an average over the batch or its tokens, or ``"sum"``.
-        batch_dim, sample_index: what the samples are, as in ``NGPlus``.
-        seed: of sub-samples and sketches.
+        params (Module or iterable): the model, or parameters or parameter groups of ``model``.
+        lr (float or Tensor): learning rate (default: 0.1).
+        damping (float): $\lambda$, above 0 (default: 1.0).
+        update_every (int): steps between two refreshes. The first step has a refresh (default: 10).
+        samples (int or float): the number of columns of $U$: size or fraction of a random sub-sample of the batch;
+            None for the whole batch (default: None).
+        sketch (int): $q$, the random rows and columns of each $G_i$ that stand for all in $U^\top U$ and $U^\top g$;
+            None for all (default: None).
+        seed (int): seed of sub-samples and sketches (default: 0).
+        momentum, nesterov, weight_decay, maximize, model, loss_reduction, batch_dim, sample_index: as in ``NGPlus``.
     """
 
     _accumulator_type = _Columns

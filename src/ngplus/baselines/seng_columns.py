@@ -168,7 +168,7 @@ def choose_sketch(parts: Columns, size: int | None, seed: int) -> Omega:
 
 
 def _select(x: Tensor, dim: int, index: Tensor | None) -> Tensor:
-    """Omega along one dimension: the sampled entries times sqrt(d/q), so that E[Omega^T Omega] = I."""
+    """Applies Omega along one dimension: samples entries, times sqrt(d/q), so that E[Omega^T Omega] = I."""
     return x if index is None else x.index_select(dim, index) * (x.shape[dim] / len(index)) ** 0.5
 
 

@@ -120,7 +120,7 @@ def subsample_size(count: int, samples: int | float | None) -> int:
 
 
 def keeps_low_rank(group: Group, rank: int, size: int) -> bool:
-    """Is U with L = U U^T, of this rank, stored in place of L with blocks of this size? Woodbury divides by lambda."""
+    """Returns True if U of this rank, with L = U U^T, is stored in place of L. Woodbury divides by lambda."""
     if group["solver"] in ("woodbury", "sketched"):
         return True
     return bool(

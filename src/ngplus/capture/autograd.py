@@ -1,4 +1,4 @@
-"""Questions to torch's autograd: which pass is in progress, and what it computes."""
+"""What torch's autograd is computing: the pass in progress, and its results."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ def in_backward() -> bool:
 
 
 def in_functional_call() -> bool:
-    """Is this a call by torch.func (the vmap fallback makes such calls) or by a tracer?"""
+    """Returns True for a call by torch.func (the vmap fallback makes such calls) or by a tracer."""
     return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing()
 
 
 def is_batched(grad: Tensor) -> bool:
-    """Are these several gradients at once (``is_grads_batched``, a vectorized Jacobian)?"""
+    """Returns True for several gradients at once (``is_grads_batched``, a vectorized Jacobian)."""
     functorch = torch._C._functorch
     return functorch.is_batchedtensor(grad) or functorch.is_legacy_batchedtensor(grad)
 
 
 def reaches_parameters(matrix: ParameterMatrix) -> bool:
-    """Does this backward pass compute gradients of the matrix's parameters, or only of inputs?"""
+    """Returns True if this backward pass computes gradients of the matrix's parameters, and not only of inputs."""
     managed = [matrix.managed[i]._unsharded_param for i in matrix.parts] if matrix.managed else None
     for param in managed or matrix.active_params:
         with torch.enable_grad():

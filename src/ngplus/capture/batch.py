@@ -99,8 +99,8 @@ class SampleCount:
             return max(votes, key=lambda size: (votes[size], size == expected))
         if self._dim and self._inputs_have_dimensions and _has_dimensions(output):
             raise ValueError(
-                f"Invalid batch_dim: {self._dim}. It counts from 0, and no tensor that goes into the model or comes "
-                f"out of it has more than {self._dim} dimensions"
+                f"Invalid batch_dim: {self._dim} (counted from 0). No input or output of the model has more than "
+                f"{self._dim} dimensions"
             )
         return None
 
@@ -130,7 +130,7 @@ class NotPerSample(Exception):
 def check_bytes(number: int, memory: int) -> None:
     """Raises NotPerSample if a refresh would take more bytes for a matrix than it may."""
     if number > memory:
-        raise NotPerSample(reasons.with_detail(reasons.TOO_LARGE, f"{number:,} bytes, and it is {memory:,}"))
+        raise NotPerSample(reasons.with_detail(reasons.TOO_LARGE, f"{number:,} bytes, refresh_memory is {memory:,}"))
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,8 @@ class Batch:
         dim: the dimension of the samples; None for a layer without samples.
         size: the number of samples that the model was called with, if known.
         ragged: the indices that ``sample_index`` returned, by their length.
-        outer: how often the samples follow one another along the dimension, as after [positions, samples] was
-            flattened.
-        memory: bytes that a refresh may take for a matrix beyond the layer's own inputs and gradients.
+        outer: how often the samples repeat along the dimension, as after [positions, samples] was flattened.
+        memory: bytes that a refresh may take for a matrix, beyond the layer's own inputs and gradients.
 
     Examples:
         >>> batch = ngplus.layers.Batch(dim=1)
@@ -189,13 +188,13 @@ class Batch:
         return x.unflatten(0, (self.count(len(x)), -1))
 
     def sizes(self, length: int) -> list[int] | None:
-        """The entries of each sample that :meth:`by_sample` does not fill up, in a dimension of this length; None where
-        it fills up none."""
+        """Returns the number of entries of each sample in a dimension of this length, if :meth:`by_sample` pads them;
+        None if all have as many."""
         ragged = self._ragged_of(length)
         return ragged.sizes if ragged is not None and ragged.uneven else None
 
     def without(self, number: int) -> Batch:
-        """Returns the same batch with that many bytes less, which a rule takes for its result."""
+        """Returns the same batch with less ``memory``, by the bytes that a rule takes for its result."""
         self.check_bytes(number)
         return replace(self, memory=self.memory - number)
 
@@ -204,7 +203,7 @@ class Batch:
         check_bytes(number, self.memory)
 
     def copies(self, length: int) -> bool:
-        """Does ``by_sample`` copy a tensor of this length?"""
+        """Returns True if ``by_sample`` copies a tensor of this length."""
         ragged = self._ragged_of(length)
         return self.outer > 1 if ragged is None else ragged.shuffled or ragged.uneven
 
@@ -216,7 +215,7 @@ class Batch:
         return ragged.sizes.index(max(ragged.sizes)), ragged.longest
 
     def part(self, length: int, samples: Samples) -> tuple[Tensor | slice, Batch]:
-        """Returns the entries of some samples in a dimension of this length, and the batch that they are."""
+        """Returns the entries of some samples in a dimension of this length, and their batch."""
         ragged = self._ragged_of(length)
         if ragged is not None:
             entries, own = ragged.part(samples)

@@ -184,7 +184,9 @@ class PendingGradient:
             built = self._build(inputs, grad, self.use.active, batch)
             found, wanted = (built.rows, built.cols), (matrix.layout.rows, len(self.use.columns))
             if found != wanted:
-                raise ValueError(f"The rule of {type(module).__name__} gave factors of {found} for {wanted}")
+                raise ValueError(
+                    f"The rule of {type(module).__name__} returned factors of {found} for a matrix of {wanted}"
+                )
             if has_own_forward(module):
                 built.gradient_sum(matrix.dtype)  # raises if the shapes of the factors do not match
             return built
@@ -200,7 +202,7 @@ class PendingGradient:
         """For a layer that got no samples, such as an expert without tokens."""
         matrix = self.use.matrix
         if batch.size == 0 and not many_ranks():  # one of several ranks may have got no samples
-            raise ValueError(f"The batch that reached {matrix.name!r} has no samples: leave empty batches out")
+            raise ValueError(f"The batch that reached {matrix.name!r} has no samples: leave out empty batches")
         ragged = self.call.ragged.get(0)
         if ragged is None or matrix.groups > 1 or not matrix.adds_samples:
             return None

@@ -83,12 +83,12 @@ class Collector:
 
     @property
     def watches(self) -> bool:
-        """Are there hooks in the model?"""
+        """Returns True if there are hooks in the model."""
         return self._recorder is not None
 
     @property
     def forward_seen(self) -> bool:
-        """Has the model been called, with gradients, since the last step?"""
+        """Returns True if the model was called with gradients since the last step."""
         return self._recorder is not None and self._recorder.forward_seen
 
     def finish(self) -> None:
@@ -143,7 +143,7 @@ class Collector:
             self._recorder.enter_backward()
 
     def _has_part(self, matrix: ParameterMatrix) -> bool:
-        """Has a backward pass since the last step reached this matrix?"""
+        """Returns True if a backward pass since the last step has reached this matrix."""
         return id(matrix) in self._accumulators or self._coverage.has(matrix)
 
     def _before_forward(self, changed: list[ParameterMatrix]) -> None:
@@ -189,7 +189,7 @@ class Collector:
 
 
 def _is_zero(grad: Tensor | None) -> bool:
-    """Is it zero or None? False for a sharded gradient, of which a rank has a shard only."""
+    """Returns True if it is zero or None; False for a sharded gradient, of which a rank has a shard only."""
     if grad is None:
         return True
     return not is_dtensor(grad) and not bool((grad._values() if grad.is_sparse else grad).any())

@@ -49,7 +49,7 @@ class Coverage:
         self._finalizer = weakref.finalize(self, _remove, self._hooks)
 
     def watch(self) -> None:
-        """Puts hooks on the parameters of armed matrices, and removes those of others."""
+        """Registers hooks on the parameters of armed matrices, and removes those on others."""
         armed = {id(matrix) for matrix in self._matrices if matrix.armed}
         for key in [key for key in self._hooks if key[0] not in armed]:
             self._hooks.pop(key).remove()
@@ -97,7 +97,7 @@ class Coverage:
             self._differences.pop(id(matrix), None)
 
     def has(self, matrix: ParameterMatrix) -> bool:
-        """Has a backward pass since the last step reached the matrix?"""
+        """Returns True if a backward pass since the last step has reached the matrix."""
         return id(matrix) in self._differences
 
     def _of(self, matrix: ParameterMatrix) -> _Difference | None:

@@ -76,8 +76,8 @@ class ParameterMatrix:
         for name, param, shape in zip(self.names, self.params, self._shapes, strict=False):
             if param.shape != shape and param.requires_grad:
                 raise RuntimeError(
-                    f"Parameter {name!r} had the shape {tuple(shape)} when the optimizer was made, and has "
-                    f"{tuple(param.shape)} now, as after resize_token_embeddings(): make the optimizer anew"
+                    f"Parameter {name!r} had the shape {tuple(shape)} when the optimizer was created, and has "
+                    f"{tuple(param.shape)} now, as after resize_token_embeddings(): create a new optimizer"
                 )
         self._shapes += [param.shape for param in self.params[len(self._shapes) :]]
         current = (active, self.params[0].dtype, self.params[0].device)
@@ -123,7 +123,7 @@ class ParameterMatrix:
 
     @property
     def falls_back(self) -> bool:
-        """Is what is recorded not needed, since the matrix falls back at the next step?"""
+        """Returns True if nothing needs to be recorded, as the matrix falls back at the next step."""
         return bool(self.reason) and not self.captured_jointly
 
     def apply_fallback(self) -> None:

@@ -7,37 +7,37 @@ from __future__ import annotations
 
 # The parameter.
 NO_RULE = "no layer rule covers it"
-NOT_IN_MODEL = "it is no parameter of the model that was given"
-LAYOUTS_DIFFER = "its modules use it in layouts that do not agree"
+NOT_IN_MODEL = "it is not a parameter of the given model"
+LAYOUTS_DIFFER = "its modules use it in different layouts"
 SHARDED = "its parameters are sharded, and no layer rule covers it"
-SCRIPTED = "its module is compiled by torch.jit.script, and runs no hooks"
-PROJECTION = "a projection of its attention module is computed, and is not a parameter"
+SCRIPTED = "its module is a torch.jit script, which runs no hooks"
+PROJECTION = "a projection of its attention module is not a parameter"
 
 # What was called, and how.
-NOT_CALLED = "its module was not called (an expert without tokens, a weight that a function uses)"
+NOT_CALLED = "its module was not called"
 EVAL = "its module was called in eval() mode"
 NO_GRAD = "its module was called under no_grad() only"
 FUNCTIONAL = "its module was called by torch.func"
 NOT_REACHED = "no gradient reached the output of its module"
-ZEROED = "its gradients were set to zero after the backward pass, as by gradient surgery"
-OUTSIDE = "its module was called outside of a call of the model"
+ZEROED = "its gradients were set to zero after the backward pass"
+OUTSIDE = "its module was called outside of the model's forward pass"
 SEVERAL_CALLS = "several calls of its module take part in one backward pass"
 UNEQUAL_CALLS = "calls with different numbers of samples take part in one backward pass"
 CAME_TWICE = "its gradient came twice, though the graph was not retained"
-OTHER_USES = "a part of its gradient does not come from calls of its module"
-DOUBLE_BACKWARD = "a part of its gradient comes from a double backward, like that of a gradient penalty"
+OTHER_USES = "part of its gradient does not come from calls of its module"
+DOUBLE_BACKWARD = "part of its gradient comes from a double backward"
 OTHER_RANK = "another rank has no per-sample curvature for it"
 
 # The module, and what it takes and returns.
-OWN_FORWARD = "its module has a forward of its own, which no rule fits"
+OWN_FORWARD = "no rule fits the forward of its module"
 SEVERAL_FUNCTIONS = "its module gives its parameters to several functions"
 NOT_BY_FUNCTIONS = "its weight is not computed by torch functions"
 COMPUTED_IN_PLACE = "its module changes in place what its weight is computed from"
 COMPUTED_FROM_OTHERS = "its weight is computed from other tensors than its parameters"
-COMPUTED_SINCE = "its weight is computed since the optimizer was made: make the optimizer anew"
+COMPUTED_SINCE = "its weight was parametrized after the optimizer was created"
 NO_DERIVATIVE = "the derivative of its weight is not known"
-RANDOM_WEIGHT = "its weight is computed by functions that do not give the same result again"
-TOO_LARGE = "a refresh would take more memory for it than refresh_memory"
+RANDOM_WEIGHT = "its weight differs when it is computed again"
+TOO_LARGE = "a refresh would take more memory than refresh_memory"
 BACKWARD_HOOKS = "its attention module has backward hooks"
 NO_TENSOR = "its module takes or returns something other than a tensor"
 NOT_STRIDED = "its module takes or returns a sparse or nested tensor"
@@ -52,12 +52,12 @@ SAMPLE_COUNT = "the number of samples of the model's inputs is not clear"
 ROWS_UNKNOWN = "the samples of its input are not known"
 SHARED_INPUT = "its input is the same for all samples, or was not made by torch functions"
 SHARED_INDEX = "its index has no batch dimension"
-SHARED_OUTPUT = "its output, the same for all samples, is used in other ways than to be added"
+SHARED_OUTPUT = "its output, the same for all samples, is not only added"
 NO_SAMPLE_INDEX = "sample_index has no entries for the rows of its output"
 
 
 def with_detail(reason: str, detail: object) -> str:
-    """Returns the reason with what is special about this case.
+    """Returns the reason with a detail of this case.
 
     Examples:
         >>> with_detail(ROWS_UNKNOWN, "after sort")

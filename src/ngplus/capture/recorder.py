@@ -123,7 +123,7 @@ class Recorder:
         self.armed = any(matrix.armed for matrix in self._matrices)
 
     def listening(self) -> bool:
-        """Would a call of the model now be recorded?"""
+        """Returns True if a call of the model would now be recorded."""
         return self.armed and torch.is_grad_enabled() and self._records_in_this_mode()
 
     def _records_in_this_mode(self) -> bool:
@@ -163,7 +163,7 @@ class Recorder:
         self._flush_all()
 
     def complaint(self) -> str:
-        """Returns the warning about ``sample_index`` after ``flush``; "" for none, and where the reasons say it."""
+        """Returns the warning about ``sample_index`` after ``flush``; "" if none, or if the reasons tell it."""
         text = self._sample_index.complaint()
         told = any(reasons.without_detail(matrix.reason) == reasons.NO_SAMPLE_INDEX for matrix in self._matrices)
         return "" if told else text
@@ -247,7 +247,7 @@ class Recorder:
         return self._new_call()  # a part of the model was called directly
 
     def recording(self, matrix: ParameterMatrix) -> bool:
-        """Is a use of this matrix now to be recorded?"""
+        """Returns True if a use of this matrix is now to be recorded."""
         if not matrix.armed or matrix.source == "batch" or not any(matrix.active):
             return False
         if self._model() is not None and not self._records_in_this_mode():

@@ -36,12 +36,12 @@ class Ragged:
 
     @property
     def uneven(self) -> bool:
-        """Do samples have different numbers of entries?"""
+        """Whether samples have different numbers of entries."""
         return self.samples * self.longest > len(self.index)
 
     @property
     def shuffled(self) -> bool:
-        """Are the entries in another order than the samples?"""
+        """Whether the entries are in another order than the samples."""
         return self._order is not None
 
     def part(self, samples: Samples) -> tuple[Tensor, Ragged]:
@@ -91,8 +91,8 @@ def parse_sample_index(given: Tensor | Iterable[Tensor] | None) -> dict[int, Rag
         if not whole or index.dim() != 1 or index.dtype == torch.bool:
             found = f"a tensor of {index.dtype}, {list(index.shape)}" if isinstance(index, Tensor) else repr(index)
             raise ValueError(
-                f"Invalid sample_index: it gave {found} (the sample of each row, whole numbers in one dimension; one "
-                "such tensor, or several)"
+                f"Invalid sample_index: it returned {found} (one or several integer tensors of one dimension, with the "
+                "sample of each row)"
             )
     filled = [index for index in indices if len(index)]
     if not filled:
@@ -102,8 +102,8 @@ def parse_sample_index(given: Tensor | Iterable[Tensor] | None) -> dict[int, Rag
     known = max(len(index) for index in filled)
     if smallest < 0 or largest >= SAMPLES_PER_ROW * known + EXTRA_SAMPLES:
         raise ValueError(
-            f"Invalid sample_index: it gave sample {smallest if smallest < 0 else largest} for {known} rows (the "
-            "samples of a batch are counted from 0; where few have rows, return torch.arange(samples) as well)"
+            f"Invalid sample_index: it returned sample {smallest if smallest < 0 else largest} for {known} rows (the "
+            "samples of a batch are counted from 0; if few have rows, return torch.arange(samples), too)"
         )
     each = torch.arange(largest + 1, device=filled[0].device)
     empty = [each[:0]] if len(filled) < len(indices) else []
@@ -153,7 +153,7 @@ class SampleIndexReader:
             )
         if part:
             return (
-                f"sample_index is called with the inputs of the model, but a part of {part} was called by itself. "
-                "Mini-batch curvature is used for it"
+                f"A part of {part} was called by itself, and sample_index is called with the inputs of the whole "
+                "model. Mini-batch curvature is used for that part"
             )
         return ""

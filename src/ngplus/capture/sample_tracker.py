@@ -105,15 +105,15 @@ class SampleTracker(TorchFunctionMode):
         return out
 
     def interrupted(self) -> bool:
-        """Is the call of the model over without an end that a hook has seen, as after Ctrl-C?"""
+        """Returns True if the call of the model ended without a call of the hook, as after Ctrl-C."""
         frame = sys._getframe(1)
         while frame is not self._frame and frame.f_back is not None:
             frame = frame.f_back
         return self._frame is not None and frame is not self._frame
 
     def may_be_those_of(self, output: Any) -> bool:
-        """Can the samples be those of the model's output? If they were summed up, as the nodes of graphs or the time
-        steps of a batch along another dimension, they are no samples."""
+        """Returns True if the samples can be those of the model's output. They cannot if they were summed up, as the
+        nodes of graphs or the time steps of a batch along another dimension."""
         found = [x for x in tensors(output) if x.requires_grad and not x.is_nested]
         return all(map(self._may_be_in, found))
 

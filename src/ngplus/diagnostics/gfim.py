@@ -28,8 +28,8 @@ class CurvatureDict(dict[str, Curvature]):
 
     Attributes:
         sources: where each comes from, as in :class:`ngplus.PlanRow`: "sample", "vmap", or "batch", the product of the
-            mini-batch gradient.
-        notes: why that is "batch", for each parameter of which it is.
+            mini-batch gradient with itself.
+        notes: for each parameter with "batch", the reason.
 
     Examples:
         >>> found = ngplus.gfim(nn.GRU(3, 2), lambda y, _: y[0].square().mean(), torch.randn(4, 5, 3), None)
@@ -54,10 +54,10 @@ def gfim(
     batch_dim: BatchDims = 0,
     sample_index: SampleIndex | None = None,
 ) -> CurvatureDict:
-    """The exact L or R of each parameter on one batch: ``loss_fn(model(inputs), targets)``.
+    """Computes the exact L or R of each parameter for the loss of one batch, ``loss_fn(model(inputs), targets)``.
 
-    Does not change any ``.grad``. A bias has the same entry as its weight. Parameters without per-sample factors get
-    the product of their mini-batch gradient; the attribute ``sources`` of the result, a dict, says which.
+    Leaves ``.grad`` as it is. A bias has the same entry as its weight. Parameters without per-sample gradients get
+    the product of their mini-batch gradient; ``sources`` of the result shows which.
 
     Examples:
         >>> model, x = nn.Linear(3, 2), torch.randn(5, 3)
@@ -70,13 +70,14 @@ def gfim(
         {'weight': 'sample', 'bias': 'sample'}
 
     Args:
-        model: the module, in the mode, train or eval, that it is in.
-        loss_fn: of the model's output and the targets, one number.
-        inputs: of the model: a tensor; a tuple or list is passed as arguments, a mapping as keyword arguments.
+        model (Module): the module, in train or eval mode.
+        loss_fn (callable): takes the model's output and the targets, and returns the loss.
+        inputs (Tensor, tuple, list or dict): the input of the model, its arguments, or its keyword arguments.
         targets: the second argument of ``loss_fn``.
-        side: ``"smaller"`` (left where m <= n), ``"left"`` or ``"right"``.
-        loss_reduction: ``"mean"``, the loss is an average over the batch or its tokens, or ``"sum"``.
-        batch_dim, sample_index: as in ``NGPlus``.
+        side (str): as in ``NGPlus`` (default: ``"smaller"``).
+        loss_reduction (str): as in ``NGPlus`` (default: ``"mean"``).
+        batch_dim (int or dict): as in ``NGPlus`` (default: 0).
+        sample_index (callable): as in ``NGPlus`` (default: None).
     """
     choice("side", side, ("smaller", "left", "right"))
     choice("loss_reduction", loss_reduction, ("mean", "sum"))

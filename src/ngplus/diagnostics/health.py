@@ -1,4 +1,4 @@
-"""``opt.health()``: the faults that were handled, counted by layer, with one warning for each layer.
+"""``optimizer.health()``: counts of the faults that were handled, with one warning for each layer.
 
 Counts on an accelerator stay there. They are copied to the host asynchronously, every :data:`FETCH_EVERY` steps and at
 each refresh; :meth:`FaultCounter.health` waits for them.
@@ -25,14 +25,14 @@ SHOWN = 5  # names in a warning
 
 # The kinds of faults of a layer, in the order of a step, and their warnings.
 FAULTS = {
-    "gradients": "Gradients that are not finite, or too large for their norm: {}. "
-    "The step was skipped, and no parameter was changed. The cause lies in the model, its data or the learning rate",
+    "gradients": "Gradients that are not finite, or whose norm overflows: {}. "
+    "The step was skipped, and no parameter changed. Check the data, the model and the learning rate",
     "dropped": "The curvature of {} is not finite. The last finite one is used, or the plain gradient if there is none",
-    "retried": "The curvature of {} did not factorise at once. NGPlus tries more damping and then float64, which a "
-    "larger damping avoids; NGAdam takes float64, and nothing has to be done",
-    "plain": "The curvature of {} does not factorise. NGPlus makes the plain gradient step in its place, and a larger "
-    "damping may help; NGAdam takes the root of its diagonal until the next refresh",
-    "steps": "The step of {} is not finite or too large; it is skipped, and its momentum is reset. "
+    "retried": "The curvature of {} could not be factorised at the first attempt. NGPlus retries with more damping, "
+    "then in float64: a larger damping avoids this. NGAdam retries in float64: nothing has to be done",
+    "plain": "The curvature of {} could not be factorised. NGPlus uses the plain gradient: a larger damping may help. "
+    "NGAdam uses the root of the diagonal until the next refresh",
+    "steps": "The step of {} was not finite or too large. It was skipped, and its momentum in NGPlus was reset. "
     "A smaller learning rate may help",
 }
 
@@ -52,7 +52,7 @@ EIGENVALUE_LEGEND = (
 
 
 class HealthWarning(UserWarning):
-    """A fault that the optimizer has handled. To stop instead, turn the warning into an error.
+    """The warning of a fault that the optimizer has handled. To stop training instead, turn it into an error.
 
     Examples:
         >>> import warnings
@@ -74,11 +74,11 @@ class LayerHealth:
     """The faults of a layer: the number of steps or refreshes of each kind.
 
     Attributes:
-        name: of the parameter.
-        gradients: steps skipped because of its gradient.
-        dropped: refreshes dropped, since the curvature was not finite.
-        retried: refreshes that needed a second attempt: more damping (NGPlus), or float64.
-        plain: refreshes that ended without an inverse or root: the plain gradient step, or the root of the diagonal.
+        name: the parameter's name.
+        gradients: steps skipped because its gradient was not finite.
+        dropped: refreshes dropped because its curvature was not finite.
+        retried: refreshes that needed a second attempt, with more damping (NGPlus) or in float64.
+        plain: refreshes without an inverse or root: NGPlus uses the plain gradient, NGAdam the root of the diagonal.
         steps: steps of this layer alone that were skipped.
 
     Examples:
@@ -99,13 +99,12 @@ class LayerHealth:
 class EigenvalueBounds:
     r"""The smallest and largest eigenvalue of $\lambda I + L$ (or R) of a layer.
 
-    They are $h_1$ and $h_2$ of the paper's Assumption 1.
-
-    Those of NGAdam are of the matrix whose inverse takes the momentum to the direction: products of the eigenvalues of
-    $(L + \lambda I)^{1/2}$ and $(R + \lambda I)^{1/2}$, divided by $\sqrt{\operatorname{tr} L}$.
+    They are $h_1$ and $h_2$ of the paper's Assumption 1. For NGAdam they are those of the matrix by whose inverse the
+    momentum becomes the direction: products of the eigenvalues of $(L + \lambda I)^{1/2}$ and
+    $(R + \lambda I)^{1/2}$, divided by $\sqrt{\operatorname{tr} L}$.
 
     Attributes:
-        name: of the parameter.
+        name: the parameter's name.
         h1: the smallest eigenvalue; a step is at most $\alpha / h_1$ times the gradient.
         h2: the largest eigenvalue.
 
@@ -126,15 +125,15 @@ class EigenvalueBounds:
 
 @dataclass(frozen=True)
 class Health:
-    r"""The counts since the optimizer was made, and the layers that had faults; ``print(health)`` shows a table.
+    r"""Counts since the optimizer was created, and the layers that had faults; ``print(health)`` shows a table.
 
     Attributes:
-        steps: calls of ``step`` that had gradients.
-        skipped: those of them that were skipped, since gradients were not finite.
+        steps: calls of ``step`` with gradients.
+        skipped: those of them that were skipped because gradients were not finite.
         layers: the layers that had faults.
-        eigenvalues: the bounds on the eigenvalues of each layer's $\lambda I + L$, where they were asked for.
-        update_rms: root mean square of the change of the parameters in the last step; NaN before it, and of
-            Preconditioner. With sharded parameters, of the part that this rank has, as the next one.
+        eigenvalues: the extreme eigenvalues of each layer's $\lambda I + L$, after ``health(eigenvalues=True)``.
+        update_rms: root mean square of the change of the parameters in the last step; NaN before it, and for
+            Preconditioner. Sharded parameters count with this rank's shard, also in ``parameter_rms``.
         parameter_rms: root mean square of the parameters.
 
     Examples:
@@ -152,26 +151,25 @@ class Health:
 
     @property
     def good(self) -> bool:
-        """Whether there was no fault. Overflows of a GradScaler do not count: it does not call ``step``."""
+        """Whether there was no fault. Steps that a GradScaler skips do not count."""
         return not self.skipped and not self.layers
 
     def __getitem__(self, name: str) -> LayerHealth:
-        """The layer of that name; zeros for one without faults."""
+        """Returns the counts of a layer, zeros if it had no faults."""
         return next((layer for layer in self.layers if layer.name == name), LayerHealth(name))
 
     def as_dict(self) -> dict[str, Any]:
-        """The counts as plain dicts, for a log."""
+        """Returns the counts as plain dicts, for a log."""
         return asdict(self)
 
     def scalars(self) -> dict[str, float]:
-        """The numbers under names that stay the same over training, for any logger.
+        r"""Returns numbers for any logger, under names that stay the same over training.
 
-        - ``steps``, ``skipped``: the counts
+        - ``steps``, ``skipped``, ``update_rms``, ``parameter_rms``: the attributes
         - ``faults/gradients``, ``faults/dropped``, ``faults/retried``, ``faults/plain``, ``faults/steps``: sums over
           the layers
-        - ``update_rms``, ``parameter_rms``: as above
-        - ``h1``, ``h2``, ``condition``, after ``health(eigenvalues=True)`` and the first refresh: the smallest h_1, the
-          largest h_2 and the largest h_2 / h_1 of all layers; with ``/`` and its name behind, those of a layer
+        - ``h1``, ``h2``, ``condition``: the smallest $h_1$, largest $h_2$ and largest $h_2 / h_1$ of all layers, after
+          ``health(eigenvalues=True)`` and the first refresh; ``h1/NAME`` and so on for each layer
 
         Examples:
             >>> model = nn.Linear(3, 2)

@@ -38,36 +38,34 @@ COSTS = ("step_flops", "refresh_flops", "inverse_flops", "wire_bytes", "inverse_
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One matrix: its parameters and what is done with them.
+    """A row of a plan: one matrix, its parameters, curvature and costs.
 
     Attributes:
-        name: of the matrix, that of its first parameter.
+        name: the name of its first parameter.
         parameters: the names of all its parameters.
         shape: (m, n).
-        groups: of a grouped convolution, each a matrix of that shape.
-        source: where the curvature comes from, "sample", "vmap" or "batch"; "none" without curvature, and where the
-            matrix is frozen.
-        side: "left" or "right"; of NGAdam "both", or "none" for vectors; of SENG "vec".
-        solver: "dense", "woodbury" or "sketched"; of NGAdam "root" or "none"; of KFAC "kronecker".
+        groups: the number of groups of a grouped convolution, each a matrix of that shape.
+        source: where the curvature comes from: "sample", "vmap", "batch", or "none" (also if the matrix is frozen).
+        side: "left" or "right"; for NGAdam "both", or "none" for vectors; for SENG "vec".
+        solver: "dense", "woodbury" or "sketched"; for NGAdam "root" or "none"; for KFAC "kronecker".
         blocks: the number of blocks of L and R, over all groups and both sides.
-        form: how the products are computed, "rank-one", "gram", "explicit", "mini-batch", or "root" where U is stored
-            instead; "" where it is not known yet. Of KFAC its ``approx``, of SENG the form of its factors.
-        state_bytes: of the curvature and Adam's moments, without the momentum buffer.
-        step_flops: of every step.
-        refresh_flops: of a refresh.
-        note: why the source is "batch", or that the matrix is frozen.
-        wire_bytes: that a refresh reduces over ranks, where there are several: the lower triangle.
-        inverse_bytes: that the owner broadcasts at a refresh.
-        step_bytes: of gradients and directions that ranks communicate in every step.
-        owner: the rank that owns the matrix, in its group of ranks; None for a single process.
+        form: how the products are computed: "rank-one", "gram", "explicit", "mini-batch", "root" if U is stored, or ""
+            if not known yet; for KFAC its ``approx``, for SENG the form of its factors.
+        state_bytes: bytes of the curvature and Adam's moments, without the momentum buffer.
+        step_flops: FLOPs of every step.
+        refresh_flops: FLOPs of a refresh.
+        note: why the source is "batch", or "frozen".
+        wire_bytes: bytes that a refresh reduces over ranks: the lower triangle.
+        inverse_bytes: bytes that the owner broadcasts at a refresh.
+        step_bytes: bytes of gradients and directions that ranks communicate in every step.
+        owner: the rank that owns the matrix, in its group of ranks; None in a single process.
         inverse_flops: the part of ``refresh_flops`` that only the owner computes.
-        sparse: the gradients may be sparse; every rank applies the inverse to its rows.
-        parameter_bytes: of the parameters themselves.
-        refresh_bytes: that the last refresh took for temporary tensors, by an estimate; 0 for mini-batch curvature.
-        seen: in the last refresh, the number of samples, of all micro-batches and ranks, and the largest number of
-            positions of a sample (1 for layers that add them up, as norm layers); None where the curvature is not
-            that of samples, and before the first refresh.
-        frozen: no parameter requires a gradient, or has one: nothing is done, and existing state stays.
+        sparse: whether the gradients may be sparse. Then every rank applies the inverse to its rows.
+        parameter_bytes: bytes of the parameters.
+        refresh_bytes: bytes of temporary tensors in the last refresh, estimated; 0 for mini-batch curvature.
+        seen: the samples of the last refresh, of all micro-batches and ranks, and the largest number of positions of a
+            sample (1 for layers that sum them, such as norm layers); None before it, or without per-sample curvature.
+        frozen: whether no parameter requires or has a gradient. Existing state stays.
 
     Examples:
         >>> row = ngplus.NGPlus(nn.Conv2d(3, 8, 3)).plan(batch_size=4)[0]
@@ -102,11 +100,11 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Plan(Sequence[PlanRow]):
-    """The rows, in the order of the parameters; ``print(plan)`` shows the table, in 80 columns.
+    """A sequence of rows, one for each matrix, in the order of the parameters; ``print(plan)`` shows a table.
 
     Attributes:
-        rows: one for each matrix.
-        verbose: ``print`` shows all columns and whole names, as wide as they are.
+        rows: the rows.
+        verbose: print all columns and whole names, not 80 columns.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -137,7 +135,7 @@ class Plan(Sequence[PlanRow]):
         return iter(self.rows)
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """The rows as plain dicts, for JSON or a data frame."""
+        """Returns the rows as plain dicts, for JSON or a data frame."""
         return [asdict(row) for row in self.rows]
 
     @property
@@ -171,9 +169,12 @@ class Plan(Sequence[PlanRow]):
         return sum(row.step_bytes for row in self.rows)
 
     def on_ranks(self, ranks: int, distribution: str = "communication") -> Load:
-        """The costs on so many ranks by the cost model. The batch of the plan is that of one rank.
+        """Returns the costs on several ranks, by the cost model. The plan's batch is that of one rank.
 
-        ``distribution`` is that of :class:`ngplus.NGPlus` with replicated parameters, or "sharded", which is FSDP2.
+        Args:
+            ranks (int): the number of ranks.
+            distribution (str): as in :class:`ngplus.NGPlus` for replicated parameters, or ``"sharded"`` for FSDP2
+                (default: ``"communication"``).
         """
         return load_of(self.rows, ranks, distribution)
 
@@ -191,7 +192,7 @@ def plan_of(
     names = [matrix.name for matrix, *_ in entries]
     for name in positions if isinstance(positions, Mapping) else ():
         if name not in names:
-            raise KeyError(no_such_name(name, names, "positions"))
+            raise KeyError(no_such_name(name, names, "this plan, for which positions has a number"))
     rows = [unless_frozen(_row(*entry, batch_size, positions), entry[0], entry[2]) for entry in entries]
     return Plan(tuple(rows), verbose)
 

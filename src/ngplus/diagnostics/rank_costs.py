@@ -22,13 +22,13 @@ class Load:
     Attributes:
         ranks: the number of ranks.
         distribution: "communication", "memory" or "sharded" (FSDP2).
-        state_bytes: of the curvature and Adam's moments.
-        parameter_bytes: of the parameters on this rank.
-        sum_bytes: of temporary memory at a refresh, for the sums of all matrices over the rank's own samples.
-        step_flops: of every step.
-        refresh_flops: of a refresh: the products of the rank's own samples, and the inverses that it owns.
-        step_bytes: that it sends (FSDP2) or receives in every step, besides the all-reduce of the gradients.
-        refresh_bytes: the triangles that are reduced, and the inverses that are broadcast.
+        state_bytes: bytes of the curvature and Adam's moments.
+        parameter_bytes: bytes of the parameters on this rank.
+        sum_bytes: bytes of temporary memory at a refresh, for the sums of all matrices over the rank's samples.
+        step_flops: FLOPs of every step.
+        refresh_flops: FLOPs of a refresh: the products of the rank's samples, and the inverses that it owns.
+        step_bytes: bytes sent (FSDP2) or received in every step, besides the all-reduce of the gradients.
+        refresh_bytes: bytes of the triangles that are reduced and the inverses that are broadcast at a refresh.
 
     Examples:
         >>> load = ngplus.NGPlus(nn.Linear(8, 4)).plan(batch_size=4).on_ranks(2, "memory")

@@ -1,4 +1,4 @@
-"""Text tables, and the one of a plan."""
+"""Tables as text, and the table of a plan."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def aligned(table: Sequence[Sequence[str]]) -> list[str]:
 
 
 def within_width(table: Sequence[Sequence[str]]) -> list[str]:
-    """The same in 80 columns, with names in the first column that are abbreviated where they are too long."""
+    """The same in 80 columns: names in the first column are abbreviated if they are too long."""
     room = WIDTH - max(map(len, aligned([["", *line[1:]] for line in table])))
     return aligned([[abbreviated(line[0], room), *line[1:]] for line in table])
 
@@ -64,7 +64,7 @@ def legend(parts: Sequence[str]) -> list[str]:
 
 
 def plan_table(plan: Plan) -> str:
-    """The rows of a plan that say something, their sums, a legend, and the notes."""
+    """The rows of a plan, their sums, a legend and the notes. Empty columns are left out."""
     on_ranks = any(row.owner is not None for row in plan.rows)
     columns = {**AMOUNTS, **AMOUNTS_ON_RANKS} if on_ranks else AMOUNTS
 

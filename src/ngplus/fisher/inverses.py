@@ -127,13 +127,13 @@ def inverse_root(matrix: Tensor, damping: Tensor, status: RefreshStatus | None =
 
 
 def times(matrix: Tensor, gradient: Tensor) -> Tensor:
-    """M G, [blocks, p, D], laid out in memory as G is: a G that is a transposed view, as on the right side, gives one,
-    and what is added to it later has its numbers in the same order."""
+    """M G, [blocks, p, D], with the memory layout of G, so that a later sum with G reads both in the same order. For a
+    transposed view, as on the right side, it is a transposed view."""
     if is_transposed(gradient):
         return torch.bmm(gradient.mT, matrix.mT).mT
     return torch.bmm(matrix, gradient)
 
 
 def is_transposed(x: Tensor) -> bool:
-    """Do the numbers of a column lie side by side in memory, and not those of a row?"""
+    """Returns True if the entries of a column, not of a row, are adjacent in memory."""
     return x.stride(-2) == 1 and x.stride(-1) != 1

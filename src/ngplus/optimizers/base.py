@@ -274,7 +274,7 @@ class BaseOptimizer(MatrixOptimizer):
             self._faults.fetch()
 
     def health(self) -> Health:
-        """Counts of skipped steps and failed refreshes since the optimizer was made, by layer.
+        """Returns counts of skipped steps and failed refreshes by layer, since the optimizer was created.
 
         Examples:
             >>> ngplus.NGPlus(nn.Linear(3, 2)).health().good
@@ -300,8 +300,8 @@ class BaseOptimizer(MatrixOptimizer):
         )
 
     def _warn_replaced(self) -> None:
-        """Warns once of parameters that are no longer in the model, which has others by their names. The optimizer may
-        be meant to have the rest only, so this is no error. What FSDP2 manages is replaced by FSDP2 in every pass."""
+        """Warns once if the model has other parameters under the names of this optimizer's. It is no error, since the
+        optimizer may be meant for the others. FSDP2 replaces the parameters that it manages in every pass."""
         if self._warned_of_replaced or self._model is None:
             return
         now = dict(self._model.named_parameters(remove_duplicate=False))
@@ -311,8 +311,8 @@ class BaseOptimizer(MatrixOptimizer):
         if replaced:
             self._warned_of_replaced = True
             warn(
-                f"The model has other parameters in place of {_some(replaced)} than when the optimizer was made, and "
-                "the optimizer does not train them: make it anew, or add them with add_param_group()"
+                f"The model's {_some(replaced)} were replaced after the optimizer was created, and the new ones are "
+                "not trained: create a new optimizer, or add them with add_param_group()"
             )
 
     def _warn_uncovered(self, uncovered: list[ParameterMatrix]) -> None:
@@ -335,17 +335,17 @@ class BaseOptimizer(MatrixOptimizer):
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first two, and how many there are beyond."""
+    """The first two names, and the number of the others."""
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def _common(group: Sequence[ParameterMatrix], reason: str) -> str:
-    """The reason of these matrices, with its detail where they have the same."""
+    """The reason of these matrices, with its detail if all have the same."""
     return group[0].note if len({matrix.note for matrix in group}) == 1 else reason
 
 
 def is_zero(lr: float | Tensor) -> bool:
-    """Is a learning rate zero? One on an accelerator is not read."""
+    """Returns True if a learning rate is zero. One on an accelerator is not read."""
     return float(lr) == 0.0 if not isinstance(lr, Tensor) or lr.is_cpu else False
 
 

@@ -35,7 +35,7 @@ def check(
     check_options: Callable[[Mapping[str, Any]], None],
     needed: Sequence[str],
 ) -> None:
-    """ValueError, before anything is changed, for what is not a state_dict of this kind of optimizer and model.
+    """Raises ValueError, before anything changes, if this is not a state_dict of this kind of optimizer and model.
 
     ``params`` are the parameters of each group with their names, ``check_options`` refuses options that make no
     sense, ``needed`` are options that every group of this optimizer has.
@@ -44,32 +44,32 @@ def check(
     if [len(group["params"]) for group in groups] != [len(own) for own in params]:
         raise ValueError(
             f"The state_dict has {[len(group['params']) for group in groups]} parameters in its groups, "
-            f"this {whose} has {[len(own) for own in params]}: make it of the same model and "
+            f"this {whose} has {[len(own) for own in params]}: create it with the same model and "
             "parameter groups as the one that was saved"
         )
     for group, own in zip(groups, params, strict=True):
         saved, names = list(group.get("param_names") or ()), [name for name, _ in own]
         if saved != names and sorted(saved) == sorted(names):
             raise ValueError(
-                "The parameters of the state_dict stand in another order than those of this optimizer, and state goes "
-                "by their places: give them in the order in which they were saved"
+                "The state_dict has its parameters in another order than this optimizer, and state is assigned by "
+                "position: pass the parameters in the order in which they were saved"
             )
     for group in groups:
         missing = [key for key in needed if key not in group]
         if missing:
-            raise ValueError(f"The state_dict is not of {whose}: its groups have no {', '.join(missing)}")
+            raise ValueError(f"The state_dict is not one of {whose}: its groups have no {', '.join(missing)}")
         version = group.get("state_version", 0)
         if not isinstance(version, int) or not 0 <= version <= VERSION:
             raise ValueError(
                 f"The state_dict has layout {version!r}, and this ngplus reads layouts 0 to {VERSION}: "
-                "load it with the version of ngplus that has written it, or a newer one"
+                "load it with the version of ngplus that wrote it, or a newer one"
             )
         needed_by_graft = ("beta2", "eps") if group.get("graft") == "adam" else ()
         for key in ("scaling", "damping_mode", "decoupled_weight_decay", "early_refreshes", *needed_by_graft):
             if version < VERSION and group.get(key, REMOVED[key]) != REMOVED[key]:
                 raise ValueError(
-                    f"The state_dict has {key}={group[key]!r}, which this version of ngplus does not have: go on with "
-                    "the version that has written it, or begin with a new optimizer (NGAdam for scaling='adaptive')"
+                    f"The state_dict has {key}={group[key]!r}, which this version of ngplus does not have: continue "
+                    "with the version that wrote it, or start a new optimizer (NGAdam for scaling='adaptive')"
                 )
         if not isinstance(group["step"], int) or group["step"] < 0:
             raise ValueError(f"The state_dict is damaged: step={group['step']!r}")
@@ -83,7 +83,7 @@ def check(
 
 
 def renewed(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved group's options in today's words, with the meaning that they had."""
+    """A saved group's options under their present names."""
     if group.get("state_version", 0) == VERSION or "betas" in group:  # NGAdam has not changed
         return {**group, "state_version": VERSION}
     old = {"relative_damping": 0.0, **{key: value for key, value in group.items() if key not in REMOVED}}
@@ -102,8 +102,8 @@ def _parts(given: Any, whose: str) -> tuple[list[dict[str, Any]], Mapping[Any, A
     fit = isinstance(state, Mapping) and isinstance(groups, list | tuple)
     if not fit or not all(isinstance(g, Mapping) and isinstance(g.get("params"), list | tuple) for g in groups or ()):
         raise ValueError(
-            f"This is not the state_dict of an optimizer, and so none of {whose}: it has no 'state' and "
-            "'param_groups'. Of a checkpoint with several entries, give the optimizer's own"
+            f"This is not a state_dict of {whose}: it has no 'state' and 'param_groups'. From a checkpoint with "
+            "several entries, pass the optimizer's"
         )
     assert isinstance(state, Mapping)
     return list(groups or ()), state
@@ -111,7 +111,7 @@ def _parts(given: Any, whose: str) -> tuple[list[dict[str, Any]], Mapping[Any, A
 
 def _check_entries(name: str, param: Tensor, entries: Any) -> None:
     if not isinstance(entries, Mapping) or not all(isinstance(key, str) for key in entries):
-        raise ValueError(f"The state_dict is damaged: the state of parameter {name} is no dict of names")
+        raise ValueError(f"The state_dict is damaged: the state of parameter {name} is not a dict with names as keys")
     for key, value in entries.items():
         if isinstance(value, Tensor):
             if key == "momentum_buffer" and value.shape != param.shape:
@@ -122,7 +122,7 @@ def _check_entries(name: str, param: Tensor, entries: Any) -> None:
             if key == "momentum_buffer" and is_dtensor(param) and not is_dtensor(value):
                 raise ValueError(
                     f"The state_dict does not fit the model: {key} of parameter {name} is whole, and the parameter is "
-                    "sharded. Take it up with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+                    "sharded. Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
                 )
             if value.is_floating_point() and not bool(local(value).isfinite().all()):
                 raise ValueError(f"The state_dict is damaged: {key} of parameter {name} is not finite")

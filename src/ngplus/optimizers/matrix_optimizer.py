@@ -68,7 +68,7 @@ class MatrixOptimizer(Optimizer):
         if isinstance(params, nn.Module):
             if model is not None and model is not params:
                 raise ValueError(
-                    f"{type(self).__name__} got two models, one in place of the parameters and one as model=: give one"
+                    f"{type(self).__name__} got two models, one in place of the parameters and one as model=: pass one"
                 )
             model = params
             params = list(inside(model).named_parameters())
@@ -88,15 +88,15 @@ class MatrixOptimizer(Optimizer):
         own = set() if self._model is None else set(self._model.parameters())
         if self._model is not None and own.isdisjoint(p for group in self.param_groups for p in group["params"]):
             raise ValueError(
-                f"None of the parameters is one of model=, a {type(self._model).__name__}: give the model that they "
-                "are of, as it is now (a copy, or one that was sharded since, has others)"
+                f"None of the parameters belongs to model=, a {type(self._model).__name__}: pass the model that they "
+                "belong to (a copy has other parameters, and so has a model that was sharded afterwards)"
             )
         self._bind_parameters()
 
     # ---------------------------------------------------------------------------------------------- of each method
 
     def _captures(self, group: Mapping[str, Any]) -> bool:
-        """Does this group's curvature come from captured per-sample gradients?"""
+        """Returns True if this group's curvature comes from captured per-sample gradients."""
         return True
 
     def _preconditioner(self, matrix: ParameterMatrix, group: Group, state: State) -> MatrixPreconditioner:
@@ -108,7 +108,7 @@ class MatrixOptimizer(Optimizer):
         return collect(self._model, params)
 
     def _check(self, group: Mapping[str, Any]) -> None:
-        """ValueError for the first option that does not make sense."""
+        """Raises ValueError for the first invalid option."""
         options.check(group)
 
     # ---------------------------------------------------------------------------------------------- matrices
@@ -151,8 +151,8 @@ class MatrixOptimizer(Optimizer):
         if isinstance(param_group, dict):
             if misplaced := [name for name in NOT_IN_GROUPS if name in param_group]:
                 raise ValueError(
-                    f"A parameter group takes no {', '.join(misplaced)}: give it to {type(self).__name__} itself, "
-                    "where it is for all groups"
+                    f"A parameter group does not take {', '.join(misplaced)}: pass it to "
+                    f"{type(self).__name__}, for all groups"
                 )
             param_group = {**param_group, "step": 0}
             merged = {**self.defaults, **param_group}
@@ -173,7 +173,7 @@ class MatrixOptimizer(Optimizer):
     def _without_model(self, param_group: dict[str, Any]) -> dict[str, Any]:
         """The options of a group whose curvature would come from samples, if there is no module to capture them."""
         raise ValueError(
-            f"{type(self).__name__} takes its curvature from the samples that the model sees: give the module in place "
+            f"{type(self).__name__} takes its curvature from the samples that the model sees: pass the module in place "
             "of its parameters, or as model="
         )
 
@@ -217,9 +217,7 @@ class MatrixOptimizer(Optimizer):
             if (which in matrix.names) if isinstance(which, str) else any(which is p for p in matrix.params):
                 return matrix
         if not isinstance(which, str):
-            raise KeyError(
-                f"A parameter of shape {tuple(which.shape)} is not one of this optimizer's: plan() lists them"
-            )
+            raise KeyError(f"This optimizer has no such parameter of shape {tuple(which.shape)}: plan() lists all")
         raise KeyError(no_such_name(which, [name for m in self._matrices for name in m.names], "this optimizer"))
 
     # ---------------------------------------------------------------------------------------------- when to refresh
@@ -229,7 +227,7 @@ class MatrixOptimizer(Optimizer):
         return self._refresh_rule(group["step"], group["update_every"]) or not self._has_curvature(matrix)
 
     def _has_curvature(self, matrix: ParameterMatrix) -> bool:
-        """Has the matrix curvature of its present size? If its owner alone has it, all ranks go by "refreshed"."""
+        """Returns True if the matrix has curvature of its present size; by "refreshed", if only its owner has it."""
         # .get makes no entry: torch takes an optimizer without state for one that is not initialised.
         held, distributor = self.state.get(matrix.params[0], {}), self._distributor(matrix)
         if held.get("refreshed") != self._refresh_key(matrix):
@@ -314,8 +312,8 @@ class MatrixOptimizer(Optimizer):
                 made = held.get("refreshed") == self._refresh_key(matrix)  # else it is due for a refresh
                 if distributor.kept_by_owner_only(matrix) and made and not fits:
                     raise RuntimeError(
-                        f"The curvature of {matrix.name!r} is not in the state that was loaded. Where each rank keeps "
-                        "its share, save with torch.distributed.checkpoint, or each rank's state in a file of its own"
+                        f"The loaded state does not have the curvature of {matrix.name!r}. If each rank keeps a share, "
+                        "save with torch.distributed.checkpoint, or save each rank's state in its own file"
                     )
         self._drop_remote_state()
         if self._collector is not None:

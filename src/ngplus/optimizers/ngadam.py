@@ -40,7 +40,7 @@ from ngplus.utils.warnings import warn
 class NGAdam(BaseOptimizer):
     r"""NGAdam, natural gradient in matrix form with Adam's scale, for any PyTorch model.
 
-    $W$ is a parameter as a matrix $(m \times n)$, $G$ the gradient of the mini-batch. A bias is not joined to its
+    $W$ $(m \times n)$ is a parameter as a matrix, $G$ the gradient of the mini-batch. A bias is not joined to its
     weight.
 
     Algorithm:
@@ -63,12 +63,8 @@ class NGAdam(BaseOptimizer):
             - $D \leftarrow D / \max(1, \operatorname{rms}(D) / 0.3)$
             - $W \leftarrow (1 - \alpha w) W - \alpha D$
 
-    Where $G$ has $n > 256$ columns, L takes in every $q$-th of them in turn, $q$ times, with
-    $q = \min(8, \lceil n / 256 \rceil)$; R does so with rows. A side above 160 falls into blocks of up to 128 rows: of
-    up to 144 columns and whole channels for the inputs of a convolution, and so that no block has rows of two of the
-    queries, keys and values of a packed projection. A side above 640 that is at least 5 times the other one has a
-    diagonal L or R. Tables of embeddings have diagonal L and R. Vectors have Adam's update with Nesterov's momentum.
-    The rows of sparse gradients have R alone, and no momentum.
+    Sides above 160 have L or R in blocks, some have diagonal ones: docs/method.md lists the forms. Vectors have Adam's
+    update with Nesterov's momentum.
 
     Examples:
         >>> model = nn.Linear(4, 2)
@@ -85,19 +81,23 @@ class NGAdam(BaseOptimizer):
         lr (float or Tensor): learning rate (default: 5e-3).
         betas (tuple[float, float]): coefficients of the moving averages of the gradient, and of L and R
             (default: (0.9, 0.95)).
-        eps (float): added to the denominator of Adam's update of vectors; matrices do not use it (default: 1e-8).
-        weight_decay (float): decoupled weight decay, as in torch.optim.AdamW. Parameters with sparse gradients have
-            none (default: 1e-2).
+        eps (float): added to the denominator of Adam's update of vectors (default: 1e-8).
+        weight_decay (float): decoupled weight decay, as in torch.optim.AdamW, but none of parameters with sparse
+            gradients (default: 1e-2).
         maximize (bool): maximize the objective (default: False).
-        update_every (int): T, steps between two refreshes of the roots, which are also computed at the steps 1, 2, 3, 4
-            and 6 (default: 5).
-        model (Module): the module that the parameters belong to, where ``params`` is not a module. Without it, tables,
+        model (Module): the module that the parameters belong to, if ``params`` is not a module. Without it, tables,
             grouped and transposed convolutions are treated as plain matrices (default: None).
-        process_group (ProcessGroup): the ranks that train the model together and average its gradients. Taken from the
-            model if that is a DistributedDataParallel (default: None).
+
+    Args: Curvature
+        update_every (int): $T$, steps between two refreshes of the roots. The steps 1, 2, 3, 4 and 6 have one, too
+            (default: 5).
+
+    Args: Ranks
+        process_group (ProcessGroup): the ranks that train the model together and average its gradients. Taken from a
+            DistributedDataParallel (default: None).
         distribution (str): how ranks share the work on replicated parameters. ``"communication"``: every rank computes
-            all matrices, and nothing is sent. ``"memory"``: one rank stores the state of a matrix and sends its
-            direction in every step. Of sharded parameters the form is fixed (default: ``"communication"``).
+            all matrices, and sends nothing. ``"memory"``: one rank stores the state of a matrix and sends its
+            direction in every step. Sharded parameters have a fixed form (default: ``"communication"``).
     """
 
     _identifying_options = ("lr", "betas", "update_every", "step")
@@ -132,7 +132,7 @@ class NGAdam(BaseOptimizer):
         if self._model is None and any(map(_depends_on_module, self._names)):
             warn(
                 "NGAdam was given parameters without their module: embedding tables and kernels of convolutions are "
-                f"treated as plain matrices. To tell them apart, {GIVE_MODULE}"
+                f"treated as plain matrices. {GIVE_MODULE}"
             )
 
     def _check(self, group: Mapping[str, Any]) -> None:
@@ -178,10 +178,12 @@ class NGAdam(BaseOptimizer):
     def plan(
         self, batch_size: int | None = None, positions: int | Mapping[str, int] = 1, *, verbose: bool = False
     ) -> Plan:
-        """The shape, blocks, bytes of state, FLOPs of a step and of a refresh of each parameter.
+        """Returns the shape, blocks, bytes of state and FLOPs of each parameter.
 
-        ``batch_size`` times ``positions`` are the rows of a sparse gradient. Printed, it has 80 columns; with
-        ``verbose=True`` it has all columns, and whole names.
+        Args:
+            batch_size (int): times ``positions``, the rows of a sparse gradient (default: None).
+            positions (int or dict): one number for all parameters, or one by name (default: 1).
+            verbose (bool): print all columns and whole names, not 80 columns (default: False).
 
         Examples:
             >>> plan = ngplus.NGAdam(nn.Linear(4, 2)).plan()
@@ -199,11 +201,11 @@ class NGAdam(BaseOptimizer):
         return Plan(tuple(rows), verbose)
 
     def health(self, eigenvalues: bool = False) -> Health:
-        """Counts of skipped steps and failed refreshes since the optimizer was made, by layer.
+        """Returns counts of skipped steps and failed refreshes by layer, since the optimizer was created.
 
         Args:
-            eigenvalues (bool): also the smallest and largest eigenvalue of each matrix whose inverse takes the momentum
-                to the direction, from an eigendecomposition of the roots that this rank has (default: False).
+            eigenvalues (bool): add the smallest and largest eigenvalue of the matrix by whose inverse each momentum
+                becomes a direction, by an eigendecomposition of the roots on this rank (default: False).
 
         Examples:
             >>> ngplus.NGAdam(nn.Linear(3, 2)).health().good
@@ -220,7 +222,7 @@ class NGAdam(BaseOptimizer):
                 yield EigenvalueBounds(matrix.name, *bounds)
 
     def curvature(self, which: str | nn.Parameter) -> Curvature:
-        """The moving average of L or R, the smaller one, of a parameter given by its name or as a tensor. It is dense.
+        """Returns the moving average of L or R, the smaller one, of a parameter given by its name or as a tensor.
 
         Examples:
             >>> model = nn.Linear(4, 2)
@@ -235,8 +237,8 @@ class NGAdam(BaseOptimizer):
         state = self.state.get(matrix.params[0], {})
         if "right" not in state:
             raise RuntimeError(
-                f"{matrix.name!r} has no L or R here: vectors have none, the first step makes those of matrices, and "
-                "with sharded parameters or distribution='memory' the owner alone keeps them (see plan())"
+                f"{matrix.name!r} has no L or R on this rank. Vectors have none. Matrices have them after the first "
+                "step; with sharded parameters or distribution='memory', only on their owner (see plan())"
             )
         side = "left" if "left" in state and matrix.layout.rows <= matrix.layout.cols else "right"
         length = matrix.layout.rows if side == "left" else matrix.layout.cols
@@ -246,7 +248,7 @@ class NGAdam(BaseOptimizer):
 
 
 def _depends_on_module(param: nn.Parameter) -> bool:
-    """May the module of a parameter change its L and R? Those of a table and of a convolution's kernel differ."""
+    """Returns True if the module may change a parameter's L and R, as for a table or a convolution's kernel."""
     return param.dim() > 2 or (param.dim() == 2 and has_diagonal(*param.shape))
 
 

@@ -34,8 +34,8 @@ from ngplus.utils.warnings import warn
 class NGPlus(BaseOptimizer):
     r"""NG+, natural gradient in matrix form, for any PyTorch model.
 
-    The learning rate, momentum and schedule of SGD can be taken over. $W$ is a parameter as a matrix $(m \times n)$,
-    with its bias as the last column; $G$ is the gradient of the mini-batch, $G_i$ that of sample $i$ of $S$.
+    Takes the learning rate, momentum and schedule of SGD. $W$ $(m \times n)$ is a weight as a matrix, with its bias as
+    the last column; $G$ is the gradient of the mini-batch, $G_i$ that of sample $i$ of $S$.
 
     Algorithm:
         **Input**: $W$; $\alpha$ (lr), $\mu$ (momentum), $w$ (weight_decay), $T$ (update_every), $\beta$ (beta)
@@ -54,10 +54,10 @@ class NGPlus(BaseOptimizer):
             - **if** nesterov **then** $D \leftarrow D + \mu V$ **else** $D \leftarrow V$
             - $W \leftarrow W - \alpha D$
 
-    This is the default ``side="right"`` with ``curvature="momentum"``. With ``side="left"``,
-    $L = \frac{1}{S} \sum_i G_i G_i^\top$ and $D = (\lambda I + L)^{-1} G$.
+    These are the defaults. With ``side="left"``, $L = \frac{1}{S} \sum_i G_i G_i^\top$ and
+    $D = (\lambda I + L)^{-1} G$.
 
-    The paper to the letter::
+    The paper's form::
 
         ngplus.NGPlus(
             model, lr=0.18, momentum=0, damping=0.16, relative_damping=0, update_every=500,
@@ -76,60 +76,62 @@ class NGPlus(BaseOptimizer):
 
     Args:
         params (Module or iterable): the model, or parameters, named parameters or parameter groups as in torch.optim.
-            Without a module, ``curvature`` is ``"batch"`` whatever is given: pass ``model`` for per-sample curvature.
+            Without a module, ``curvature`` is ``"batch"``.
         lr (float or Tensor): learning rate (default: 0.01).
-        momentum (float): momentum factor of the preconditioned gradient; with ``graft="adam"`` also Adam's
-            $\beta_1$ (default: 0.9).
+        momentum (float): momentum factor of the preconditioned gradient (default: 0.9).
         nesterov (bool): enable Nesterov momentum (default: False).
-        weight_decay (float): added to the preconditioned gradient, times the parameter (default: 0).
+        weight_decay (float): weight decay, added to the preconditioned gradient (default: 0).
         maximize (bool): maximize the objective (default: False).
+        model (Module): the module that the parameters belong to, if ``params`` is not a module (default: None).
+
+    Args: Curvature
+        update_every (int): $T$, steps between two refreshes. The first step has a refresh (default: 10).
         damping (float): the absolute part of $\lambda$ (default: 0).
-        relative_damping (float): the part of $\lambda$ that is relative to the mean eigenvalue of each layer's L or R.
-            The solvers ``"woodbury"`` and ``"sketched"`` divide by $\lambda$ and need one of the two above 0 (default:
-            1).
-        update_every (int): T, the number of steps between two refreshes. The first is at the first step. With
-            ``curvature="batch"``, $\tilde L$ is updated in every step and inverted every T steps (default: 10).
-        curvature (str): ``"sample"``, L or R of the last refresh; ``"momentum"``, their moving average
-            $\bar L \leftarrow \beta \bar L + (1 - \beta) L$ over refreshes; ``"batch"``, from the gradients of
-            mini-batches, $\tilde L \leftarrow \beta \tilde L + \gamma G G^\top$ in every step, started from
-            $\lambda I$ (default: ``"momentum"``).
-        beta (float): decay of $\bar L$ at each refresh, or of $\tilde L$ in each step (default: 0.8).
-        gamma (float): weight of a new gradient in $\tilde L$; it does not follow ``beta`` (default: 0.1).
-        samples (int or float): size or fraction of the random sub-sample S, drawn from every micro-batch on every rank;
-            None is the whole batch (default: None).
-        side (str): ``"right"`` is R, which whitens the inputs of a linear or convolution layer; of an embedding table
-            (rows x features), it is the features' side. ``"left"`` is L. ``"smaller"``, the paper's rule, is ``"left"``
-            where $m \le n$ and ``"right"`` where $m > n$ (default: ``"right"``).
-        solver (str): ``"dense"`` (Cholesky), ``"woodbury"``, ``"sketched"`` (sketched least squares), or ``"auto"``,
-            the cheaper one of ``"dense"`` and ``"woodbury"`` for each layer; on several ranks, ``"dense"``. Woodbury
-            and sketched need ``curvature="sample"`` (default: ``"auto"``).
-        block_size (int): p of the block-diagonal form; None is one block (default: 128).
-        sketch (int or dict): q of the sketched product, or a dict of ``size``, ``kind`` ("uniform", "gaussian",
-            "countsketch", "srht") and ``replacement`` (of "uniform"). With ``solver="sketched"`` it is the sketch of
-            the least-squares problem, by default of twice as many rows as unknowns (default: None).
-        graft (str): ``"sgd"`` or ``"adam"``: each layer's direction takes that method's step length; None leaves D as
-            it is. With ``"sgd"``, it is $\lVert G \rVert$, at most $\sqrt{\operatorname{tr} L}$ of the last refresh,
-            which $\lVert G \rVert$ exceeds in outliers only. With ``"adam"``, the momentum is a moving average, so that
-            it keeps that length (default: ``"sgd"``).
-        refresh_memory (int): bytes that a refresh may take for a matrix beyond those of its state and of a step without
-            a refresh. Products of samples are computed in chunks; a matrix that needs more for one sample has
-            mini-batch curvature, with a note in ``plan()`` (default: 2**30).
-        model (Module): the module that the parameters belong to, where ``params`` is not a module (default: None).
-        loss_reduction (str): ``"mean"``, the loss is an average over the batch or its tokens, or ``"sum"``
+        relative_damping (float): the part of $\lambda$ relative to the mean eigenvalue of each L or R (default: 1).
+        curvature (str): ``"momentum"``: the moving average $\bar L \leftarrow \beta \bar L + (1 - \beta) L$ over
+            refreshes. ``"sample"``: L or R of the last refresh. ``"batch"``: mini-batch gradients,
+            $\tilde L \leftarrow \beta \tilde L + \gamma G G^\top$ in every step from $\lambda I$, inverted every
+            $T$ steps (default: ``"momentum"``).
+        beta (float): $\beta$, the decay of $\bar L$ or $\tilde L$ (default: 0.8).
+        side (str): ``"right"``: R, which whitens the inputs of a linear or convolution layer, and of an embedding
+            table (rows x features) has the size of the features. ``"left"``: L. ``"smaller"``, the paper's rule:
+            ``"left"`` if $m \le n$, else ``"right"`` (default: ``"right"``).
+        block_size (int): $p$, the size of the diagonal blocks of L or R; None for one block (default: 128).
+        graft (str): the step length of each layer. ``"sgd"``: $\lVert G \rVert$, at most $\sqrt{\operatorname{tr} L}$
+            of the last refresh, which only outliers exceed. ``"adam"``: that of Adam; ``momentum`` is then also its
+            $\beta_1$, and the momentum a moving average. None: that of $D$ (default: ``"sgd"``).
+        refresh_memory (int): bytes that a refresh may take for a matrix, beyond its state and a step without a refresh.
+            A matrix that needs more for one sample has mini-batch curvature (default: 2**30).
+
+    Args: Samples
+        samples (int or float): size or fraction of a random sub-sample, drawn from every micro-batch on every rank;
+            None for the whole batch (default: None).
+        loss_reduction (str): ``"mean"``: the loss is a mean over the batch or its tokens. ``"sum"``: it is a sum
             (default: ``"mean"``).
         batch_dim (int or dict): the dimension of the samples, for the whole model or by module name; None in the dict
-            means that the module has no samples (default: 0).
-        sample_index (callable): for samples with different numbers of rows, as the nodes and edges of graphs or packed
-            sequences. Takes the model's inputs. Returns the sample of each row, counted from 0, as a tensor [rows], or
-            several such tensors for layers with different numbers of rows. It is called on refresh steps
-            (default: None).
+            for a module without samples (default: 0).
+        sample_index (callable): for samples with different numbers of rows, such as the nodes of graphs. Takes the
+            model's inputs and returns the sample of each row, counted from 0, as a tensor [rows], or several such
+            tensors for layers with different numbers of rows. Called on refresh steps (default: None).
         seed (int): seed of ``samples`` and ``sketch`` (default: 0).
-        process_group (ProcessGroup): the ranks that train the model together and average its gradients. Taken from the
-            model if that is a DistributedDataParallel (default: None).
+
+    Args: Ranks
+        process_group (ProcessGroup): the ranks that train the model together and average its gradients. Taken from a
+            DistributedDataParallel (default: None).
         distribution (str): how ranks share the work on replicated parameters. ``"communication"``: one rank inverts a
             matrix and sends the inverse to all at a refresh; steps send nothing. ``"memory"``: one rank stores the
-            curvature of a matrix and sends its direction in every step. Of sharded parameters and sparse gradients the
-            form is fixed (default: ``"communication"``).
+            curvature of a matrix and sends its direction in every step. Sharded parameters and sparse gradients have
+            a fixed form (default: ``"communication"``).
+
+    Args: The paper's
+        gamma (float): $\gamma$, the weight of a new gradient in $\tilde L$ (default: 0.1).
+        solver (str): ``"dense"``: Cholesky. ``"woodbury"``: low rank. ``"sketched"``: sketched least squares.
+            ``"auto"``: the cheaper one of the first two for each layer; on several ranks, ``"dense"``. Woodbury and
+            sketched need ``curvature="sample"`` and a damping above 0 (default: ``"auto"``).
+        sketch (int or dict): $q$ of the sketched product, or a dict of ``size``, ``kind`` (``"uniform"``,
+            ``"gaussian"``, ``"countsketch"``, ``"srht"``) and ``replacement`` (of ``"uniform"``). With
+            ``solver="sketched"``, of the least-squares problem, by default twice the number of its unknowns
+            (default: None).
     """
 
     _hinted = False  # has the hint been given that the module would bring per-sample curvature?
@@ -196,8 +198,8 @@ class NGPlus(BaseOptimizer):
         if not self._hinted:
             self._hinted = True
             warn(
-                "NGPlus was given parameters without their module: their curvature comes from the gradients of "
-                f"mini-batches, as with curvature='batch'. For that of samples, {GIVE_MODULE}"
+                "NGPlus was given parameters without their module: their curvature comes from mini-batch "
+                f"gradients, as with curvature='batch'. {GIVE_MODULE}"
             )
         return {**param_group, "curvature": "batch"}
 
@@ -239,11 +241,13 @@ class NGPlus(BaseOptimizer):
     def plan(
         self, batch_size: int | None = None, positions: int | Mapping[str, int] = 1, *, verbose: bool = False
     ) -> Plan:
-        """The shape, side, solver, blocks, bytes of state, FLOPs of a step and of a refresh of each parameter.
+        """Returns the shape, side, solver, blocks, bytes of state and FLOPs of each matrix.
 
-        Before the first refresh the samples and positions of the layers are not known; ``batch_size`` and ``positions``
-        (one number, or one by the name of a matrix's first parameter) stand in for them. Printed, it has 80 columns;
-        with ``verbose=True`` it has all columns, and whole names.
+        Args:
+            batch_size (int): the samples, which are not known before the first refresh (default: None).
+            positions (int or dict): the positions of a sample, for all matrices or by the name of a matrix's first
+                parameter; not known before, either (default: 1).
+            verbose (bool): print all columns and whole names, not 80 columns (default: False).
 
         Examples:
             >>> plan = ngplus.NGPlus(nn.Linear(4, 2)).plan(batch_size=8)
@@ -255,13 +259,12 @@ class NGPlus(BaseOptimizer):
         return plan_of(entries, batch_size, positions, verbose)
 
     def curvature(self, which: str | nn.Parameter) -> Curvature:
-        """The side and the dense L or R of a parameter, given by its name or as a tensor. It is zero outside of its
-        blocks.
+        """Returns the side and the dense L or R of a parameter, given by its name or as a tensor.
 
-        With ``curvature="momentum"`` or ``"batch"`` it is the moving average. With ``"sample"`` it is that of the last
-        refresh, exact until the next step; later, where only the inverse is kept, recovered from it, with
-        the rounding of its condition number. On many ranks, where the owner alone keeps it, ask the owner: ``plan()``
-        names it.
+        Entries outside of the blocks are 0. With ``curvature="momentum"`` or ``"batch"`` it is the moving average. With
+        ``"sample"`` it is that of the last refresh: exact until the next step, then recovered from the inverse, with
+        the rounding of its condition number. If only one of several ranks has it, call this on the owner, which
+        ``plan()`` names.
 
         Examples:
             >>> model = nn.Linear(4, 2)
@@ -276,8 +279,8 @@ class NGPlus(BaseOptimizer):
         group, distributor = self._group(matrix), self._distributor(matrix)
         if distributor is not None and not distributor.has_curvature(matrix):
             raise RuntimeError(
-                f"The curvature of {matrix.name!r} is with its owner, number {distributor.owners[id(matrix)]} of the "
-                "ranks that share the work on it: ask there"
+                f"Only the owner of {matrix.name!r} has its curvature, number {distributor.owners[id(matrix)]} of the "
+                "ranks that share the work on it: call curvature() there"
             )
         state = self.state.get(matrix.params[0], {})
         with full_precision(matrix.params[0].device):
@@ -285,12 +288,12 @@ class NGPlus(BaseOptimizer):
         return Curvature(matrix.side(group["side"]), dense[0] if matrix.groups == 1 else dense)
 
     def health(self, eigenvalues: bool = False) -> Health:
-        r"""Counts of skipped steps and failed refreshes since the optimizer was made, by layer.
+        r"""Returns counts of skipped steps and failed refreshes by layer, since the optimizer was created.
 
         Args:
-            eigenvalues (bool): also the smallest and largest eigenvalue of $\lambda I + L$ of each layer, $h_1$ and
-                $h_2$ of the paper's Assumption 1. They come from an eigendecomposition of each stored inverse that this
-                rank has (default: False).
+            eigenvalues (bool): add the smallest and largest eigenvalue of $\lambda I + L$ of each layer, $h_1$ and
+                $h_2$ of the paper's Assumption 1, by an eigendecomposition of each inverse on this rank
+                (default: False).
 
         Examples:
             >>> ngplus.NGPlus(nn.Linear(3, 2)).health().good

@@ -1,7 +1,7 @@
 """Online NG+: the method of the paper's regret analysis, W_{t+1} = Proj(W_t - 1/alpha * L_t^-1 G_t).
 
-The state is P_t, the inverse of L_t = L_{t-1} + G_t G_t^T with L_0 = eps I; Woodbury's identity updates it by the
-columns of G_t. A projection in the norm ||X||_L^2 = trace(X^T L X) is computed in the eigenbasis of P_t, where L is
+The state is P_t, the inverse of L_t = L_{t-1} + G_t G_t^T with L_0 = eps I, which Woodbury's identity updates. A
+projection in the norm ||X||_L^2 = trace(X^T L X) is computed in the eigenbasis of P_t, where L is
 diagonal; both balls are invariant under that change of basis.
 
 Every projection has a certificate. Z in K is the projection of V if and only if L (V - Z) is in the normal cone of K at
@@ -83,19 +83,21 @@ class OnlineNGPlus(Optimizer):
         True
 
     Args:
-        params: parameters, named parameters or parameter groups as in torch.optim. Each parameter is a matrix of its
-            own with its own ball: dimension 0 is m, the others are n; a vector is (m, 1).
-        alpha: the constant of the losses; $1/\alpha$ is the step size.
-        eps: $L_0 = \epsilon I$. None takes the theorem's $2 / (\alpha D^2)$ with $D$ the Frobenius diameter of the
-            ball, and 1 where there is no ball.
-        radius: of the ball K around 0; None for no constraint.
-        ball: ``"frobenius"`` or ``"spectral"`` (the largest singular value).
-        norm: the norm of the projection: ``"curvature"``, that of $L_t$, which the regret bound needs, or ``"plain"``.
-        side: ``"left"``, the paper's; ``"right"``, $G_t^\top G_t$ behind the gradient; ``"auto"``, the smaller one.
-            The bound holds on the side on which the losses have the property above: the left for a loss of
-            $W^\top x$, the right for one of $W x$, as in nn.Linear.
-        tolerance: of a projection onto the spectral ball: its certificate over the norm of what is projected.
-        maximize: add the direction in place of subtracting it.
+        params (iterable): parameters, named parameters or parameter groups as in torch.optim. Each parameter is a
+            matrix with its own ball: dimension 0 is m, the others are n; a vector is (m, 1).
+        alpha (float): the constant of the losses; $1/\alpha$ is the step size (default: 1.0).
+        eps (float): $L_0 = \epsilon I$. None is the theorem's $2 / (\alpha D^2)$, with $D$ the Frobenius diameter of
+            the ball, or 1 without a ball (default: None).
+        radius (float): radius of the ball $K$ around 0; None for no constraint (default: None).
+        ball (str): ``"frobenius"`` or ``"spectral"`` (the largest singular value) (default: ``"frobenius"``).
+        norm (str): the norm of the projection: ``"curvature"``, that of $L_t$, which the regret bound needs, or
+            ``"plain"`` (default: ``"curvature"``).
+        side (str): ``"left"``, the paper's; ``"right"``, with $G_t^\top G_t$ behind the gradient; ``"auto"``, the
+            smaller one. The bound holds on the left for a loss of $W^\top x$, on the right for one of $W x$, as in
+            nn.Linear (default: ``"left"``).
+        tolerance (float): tolerance of a projection onto the spectral ball, relative to the norm of what is projected
+            (default: 1e-9).
+        maximize (bool): maximize the objective (default: False).
     """
 
     def __init__(
@@ -127,7 +129,9 @@ class OnlineNGPlus(Optimizer):
             if not param.is_floating_point():
                 name = self._name(param)
                 self.param_groups.pop()
-                raise ValueError(f"Parameter {name} is {param.dtype}; OnlineNGPlus takes real floating-point ones")
+                raise ValueError(
+                    f"Parameter {name} is {param.dtype}; OnlineNGPlus needs real floating-point parameters"
+                )
 
     def _name(self, param: Tensor) -> str:
         """The name that the user gave, or the position in its group."""
@@ -139,7 +143,7 @@ class OnlineNGPlus(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Performs one round: updates the inverse of $L_t$, makes the step, projects."""
+        """Performs one round: updates the inverse of $L_t$, steps and projects."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -150,12 +154,12 @@ class OnlineNGPlus(Optimizer):
         for param, _ in work:
             if param.grad.is_sparse:
                 raise RuntimeError(
-                    f"OnlineNGPlus does not take the sparse gradient of parameter {self._name(param)}: sparse=False "
-                    "in its embedding makes it dense"
+                    f"OnlineNGPlus does not support the sparse gradient of parameter {self._name(param)}: use "
+                    "sparse=False in its embedding"
                 )
             if not bool(param.grad.isfinite().all()):
                 raise RuntimeError(
-                    f"The gradient of parameter {self._name(param)} is not finite; no parameter has been changed"
+                    f"The gradient of parameter {self._name(param)} is not finite; no parameter was changed"
                 )
         for param, group in work:
             self._round(param, group, self.state[param])
@@ -216,7 +220,14 @@ def woodbury_update(inverse: Tensor, columns: Tensor) -> Tensor:
 def project(
     point: Tensor, radius: float, ball: str, inverse: Tensor | None = None, tolerance: float = 1e-9
 ) -> Projection:
-    """argmin ||Z - V||_L over the Frobenius or the spectral ball, with L given by its inverse; None is L = I.
+    r"""Returns $\operatorname{argmin}_Z \lVert Z - V \rVert_L$ over a ball, for the matrix $V$.
+
+    Args:
+        point (Tensor): $V$.
+        radius (float): the radius of the ball.
+        ball (str): ``"frobenius"`` or ``"spectral"``.
+        inverse (Tensor): the inverse of $L$; None for $L = I$ (default: None).
+        tolerance (float): as in ``OnlineNGPlus`` (default: 1e-9).
 
     Examples:
         >>> done = ngplus.online.project(3 * torch.eye(2), 1.0, "spectral", inverse=torch.eye(2))

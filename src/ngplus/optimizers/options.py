@@ -36,10 +36,7 @@ def check_momentum(options: Mapping[str, Any]) -> None:
     number("momentum", options["momentum"])
     _boolean("nesterov", options["nesterov"])
     if options["nesterov"] and not options["momentum"] > 0:
-        raise ValueError(
-            f"nesterov=True looks ahead along the momentum, which is {options['momentum']}: take a momentum above 0, "
-            "or nesterov=False"
-        )
+        raise ValueError(f"nesterov=True requires a momentum above 0, and momentum={options['momentum']}")
     choice("loss_reduction", options["loss_reduction"], CHOICES["loss_reduction"])
 
 
@@ -71,14 +68,14 @@ def check(options: Mapping[str, Any]) -> None:
     solver = options["solver"]
     if solver in ("woodbury", "sketched"):
         if options["curvature"] != "sample":
-            raise ValueError(f"solver={solver!r} goes with curvature='sample': a moving average is not of low rank")
+            raise ValueError(f"solver={solver!r} requires curvature='sample': a moving average is not of low rank")
         if solver == "woodbury" and options["sketch"] is not None:
             raise ValueError(
-                "solver='woodbury' is exact, and takes no sketch: take solver='sketched', or 'dense' with a sketch"
+                "solver='woodbury' does not take a sketch: use solver='sketched', or solver='dense' with a sketch"
             )
         if options["damping"] == 0 and options["relative_damping"] == 0:
             raise ValueError(
-                f"solver={solver!r} divides by lambda, and damping and relative_damping are 0: take solver='dense'"
+                f"solver={solver!r} divides by lambda, and damping and relative_damping are 0: use solver='dense'"
             )
 
 

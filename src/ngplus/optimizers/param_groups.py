@@ -15,8 +15,8 @@ from ngplus.utils.validation import number
 
 # The end of a hint, where the module would make a difference.
 GIVE_MODULE = (
-    "give the module in place of its parameters, or pass model=. docs/training.md says how, also where a framework "
-    "makes the optimizer"
+    "Pass the module in place of its parameters, or as model=, to change this. docs/training.md shows how, also for "
+    "frameworks that create the optimizer"
 )
 
 
@@ -31,12 +31,12 @@ def inside(model: nn.Module) -> nn.Module:
 
 
 def check_model(model: nn.Module) -> None:
-    """ValueError for a model whose parameters are no tensors of their own shapes."""
+    """Raises ValueError for a model of FSDP1, whose parameters do not have their own shapes."""
     wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if wrapper is not None and any(isinstance(module, wrapper) for module in model.modules()):
         raise ValueError(
-            "FullyShardedDataParallel (FSDP1) makes one flat vector of many parameters, and NG+ needs their matrices: "
-            "shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
+            "FullyShardedDataParallel (FSDP1) flattens parameters into one vector, and NG+ needs their matrices: shard "
+            "the model with torch.distributed.fsdp.fully_shard (FSDP2)"
         )
 
 
@@ -62,29 +62,29 @@ def with_names(
 
 
 def check_parameters(group: Mapping[str, Any]) -> None:
-    """ValueError, with the name, for the first parameter that cannot be taken."""
+    """Raises ValueError, with the name, for the first parameter that is not supported."""
     params = group["params"]
     names = group.get("param_names") or [f"number {i}" for i in range(len(params))]
     for name, param in zip(names, params, strict=True):
         if is_lazy(param):
             raise ValueError(
-                f"Parameter {name} is uninitialized, as those of a lazy layer are before its first call: call the "
-                "model with a batch before the optimizer is made"
+                f"Parameter {name} is uninitialized, as in a lazy layer before its first call: call the model with a "
+                "batch before you create the optimizer"
             )
         if getattr(param, "_is_flat_param", False):
-            raise ValueError(f"Parameter {name} is a flat one of FSDP1; NG+ needs matrices: shard with fully_shard")
+            raise ValueError(f"Parameter {name} is a flat parameter of FSDP1: shard the model with fully_shard (FSDP2)")
         if param.is_complex():
-            raise ValueError(f"Parameter {name} is complex; only real ones are taken: keep torch.view_as_real of it")
+            raise ValueError(f"Parameter {name} is complex, which is not supported: store torch.view_as_real of it")
         if not param.is_floating_point():
-            raise ValueError(f"Parameter {name} is {param.dtype}; only floating-point ones are taken: make it a buffer")
+            raise ValueError(f"Parameter {name} is {param.dtype}, not floating-point: register it as a buffer")
 
 
 def decay_groups(model: nn.Module, weight_decay: float, *, decay_embeddings: bool = True) -> list[dict[str, Any]]:
-    """Parameter groups with weight decay on matrices, and none on biases, norm layers and other vectors.
+    """Returns parameter groups with weight decay on matrices, and none on biases, norm layers and other vectors.
 
-    Returns at most two groups, with the names of the parameters, for any torch optimizer. Give NGPlus or NGAdam the
-    module, too, as ``model``. A tied parameter is in one group, once. A table with sparse gradients has no decay.
-    Frozen parameters are in the groups, so that they can be thawed.
+    There are at most two groups, of named parameters, for any torch optimizer. Pass ``model=`` to NGPlus and NGAdam,
+    too. A tied parameter is in one group, once. A table with sparse gradients has no decay. Frozen parameters are in
+    the groups, so that they can be trained later.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
@@ -96,9 +96,9 @@ def decay_groups(model: nn.Module, weight_decay: float, *, decay_embeddings: boo
 
     Args:
         model (Module): the model, which may be compiled or wrapped by DistributedDataParallel.
-        weight_decay (float): of the first group.
-        decay_embeddings (bool): the tables of embeddings have weight decay. A table that is also the weight of the
-            output layer counts as one (default: True).
+        weight_decay (float): the weight decay of the first group.
+        decay_embeddings (bool): whether embedding tables have weight decay, also those that are the weight of the
+            output layer (default: True).
     """
     number("weight_decay", weight_decay)
     check_model(model)

@@ -17,8 +17,7 @@ from ngplus.preconditioners.ngplus_curvature import Curvature
 class Preconditioner:
     r"""Replaces each ``.grad`` by its NG+ direction, $(\lambda I + L)^{-1} G$ or $G (\lambda I + R)^{-1}$.
 
-    The step is left to another optimizer, which should take the direction as it is, as SGD does. Adam would scale each
-    number again; no trial in front of it was better than Adam alone. Do not use a GradScaler.
+    Another optimizer makes the step. It should be SGD: Adam would scale each number again. Do not use a GradScaler.
 
     Examples:
         >>> model = nn.Linear(4, 2)
@@ -29,9 +28,9 @@ class Preconditioner:
         >>> optimizer.step()
 
     Args:
-        model: the module, or parameters with ``model=`` or ``curvature="batch"``, as in ``NGPlus``.
-        options: those of ``NGPlus`` that shape the direction. Learning rate, momentum and weight decay are
-            the other optimizer's. With ``graft="adam"``, ``momentum`` is that of Adam's first moment.
+        model (Module or iterable): the module, or parameters with ``model=`` or ``curvature="batch"``.
+        options: the arguments of ``NGPlus``, but ``lr``, ``momentum``, ``nesterov``, ``weight_decay`` and ``maximize``,
+            which are the other optimizer's. With ``graft="adam"``, ``momentum`` is that of Adam's first moment.
     """
 
     def __init__(self, model: nn.Module | Any, **options: Any) -> None:
@@ -40,24 +39,24 @@ class Preconditioner:
             of_the_step -= {"momentum"}
         if foreign := of_the_step & set(options):
             raise TypeError(
-                f"Preconditioner takes no {', '.join(sorted(foreign))}: give it to the optimizer that makes the step"
+                f"Preconditioner has no argument {', '.join(sorted(foreign))}: pass it to the optimizer that steps"
             )
         self._optimizer = NGPlus(model, lr=1.0, **{"momentum": 0.0, **options})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups, whose ``damping`` and ``update_every`` a schedule can change."""
+        """The parameter groups, in which a schedule can change ``damping`` and ``update_every``."""
         return self._optimizer.param_groups
 
     @torch.no_grad()
     def step(self) -> None:
-        """Puts the direction in the place of each gradient, as a new tensor; zeros where it is not finite."""
+        """Replaces each gradient by its direction, a new tensor, or by zeros if that is not finite."""
         self._optimizer._replace_gradients()
 
     def plan(
         self, batch_size: int | None = None, positions: int | Mapping[str, int] = 1, *, verbose: bool = False
     ) -> Plan:
-        """As of ``NGPlus``."""
+        """See :meth:`ngplus.NGPlus.plan`."""
         return self._optimizer.plan(batch_size, positions, verbose=verbose)
 
     def health(self, eigenvalues: bool = False) -> Health:
@@ -65,13 +64,13 @@ class Preconditioner:
         return self._optimizer.health(eigenvalues)
 
     def curvature(self, which: str | nn.Parameter) -> Curvature:
-        """As of ``NGPlus``."""
+        """See :meth:`ngplus.NGPlus.curvature`."""
         return self._optimizer.curvature(which)
 
     def state_dict(self) -> dict[str, Any]:
-        """The curvature and the options, as of a torch optimizer."""
+        """Returns the curvature and the options, as a torch optimizer does."""
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up a state that ``state_dict`` gave."""
+        """Loads a state from ``state_dict``."""
         self._optimizer.load_state_dict(state_dict)

@@ -23,7 +23,7 @@ class MatrixPreconditioner:
         self.matrix, self.group, self.state = matrix, group, state
 
     def fits(self) -> bool:
-        """Has the state all tensors, of the present size, dtype and device of the matrix?"""
+        """Returns True if the state has all tensors, of the present size, dtype and device of the matrix."""
         raise NotImplementedError
 
     def update(self, update: MatrixUpdate) -> None:

@@ -2,10 +2,10 @@
 
     D = sqrt(tr L) (L + lambda I)^(-1/2) M (R + lambda I)^(-1/2)
 
-L and R are moving averages of G G^T and G^T G, with G the mini-batch gradient. Of a gradient with more than 256
-columns, L takes in some of them in each step; of one with more than 256 rows, R takes in some of these
-(:func:`ngplus.reference.some_columns`). Long sides fall into blocks, each with an L or R of its own; a side with blocks
-of one row has a diagonal L or R, of all columns. With both sides diagonal, the update is that of Adafactor.
+L and R are moving averages of G G^T and G^T G, with G the mini-batch gradient. If the gradient has
+more than 256 columns, each step adds some of them to L; if it has more than 256 rows, some of them to R
+(:func:`ngplus.reference.some_columns`). Long sides are split into blocks, each with its own L or R. Blocks of one row
+make it diagonal, with all columns in each step. With both sides diagonal, the update is that of Adafactor.
 
 ========== ================================================ ===========================
 key        what                                             shape
@@ -15,7 +15,7 @@ left       L in blocks                                      [groups * blocks, p,
 right      R in blocks                                      [groups * blocks, q, q]
 left_root  sqrt(tr L) (L + lambda I)^(-1/2)                 as left
 right_root (R + lambda I)^(-1/2)                            as right
-step       gradients that M, L and R have taken in          a number
+step       number of gradients in M, L and R                a number
 ========== ================================================ ===========================
 
 References:
@@ -71,7 +71,7 @@ def block_size(length: int, other: int, unit: int = 1) -> int:
 
 
 def has_diagonal(length: int, other: int) -> bool:
-    """Is L or R of a side diagonal, as of embedding tables?"""
+    """Returns True if L or R of a side is diagonal, as for embedding tables."""
     return length > DIAGONAL_ABOVE and length >= DIAGONAL_RATIO * other
 
 
@@ -130,7 +130,7 @@ class AveragingPreconditioner(MatrixPreconditioner):
         self.state["step"] = 0
 
     def _has(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Has the state tensors of these shapes, of the dtype and device of the matrix, and a number of steps?"""
+        """Returns True if the state has tensors of these shapes, its dtype and device, and a step count."""
         state, place = self.state, (self.matrix.dtype, self.matrix.params[0].device)
         return (
             isinstance(state.get("step"), int)
@@ -173,7 +173,7 @@ class RootsPreconditioner(AveragingPreconditioner):
             state[side].lerp_(products(taken, rows), 1 - beta2)
 
     def refresh(self, update: MatrixUpdate, gathered: Accumulator | None, status: RefreshStatus) -> None:
-        """Makes the roots of L and R anew."""
+        """Computes the roots of L and R."""
         state, (groups, m, n) = self.state, self.state["exp_avg"].shape
         status.may_wait = True  # a failed eigendecomposition raises on the host
         left, right = (state[key] / (1 - self.group["betas"][1] ** state["step"]) for key in ("left", "right"))

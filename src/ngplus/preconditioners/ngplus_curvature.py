@@ -47,7 +47,7 @@ DAMPING_FLOOR = 1e-30  # of relative damping alone, for a zero matrix
 class Curvature(NamedTuple):
     """A matrix's side, "left" or "right", and its dense L or R: [d, d], or [groups, d, d] for a grouped convolution.
 
-    Of NGAdam, it is the smaller one's.
+    For NGAdam, it is the smaller side.
 
     Examples:
         >>> side, matrix = Curvature("left", torch.eye(2))
@@ -256,7 +256,8 @@ def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: C
     for stacks in (*whole, factor, inverse):
         if stacks is not None and [x.shape[:2] for x in stacks] != partition.shapes:
             raise RuntimeError(
-                f"The curvature of {matrix.name!r} was made for other blocks: the next step makes it anew"
+                f"The curvature of {matrix.name!r} has other blocks than the options ask for: the next step computes "
+                "it again"
             )
     for stacks in whole:
         if stacks is not None:
@@ -264,7 +265,7 @@ def dense_curvature(state: State, matrix: ParameterMatrix, group: Group, held: C
     if factor is not None:
         return partition.dense([u @ u.mT for u in factor])
     if inverse is None:
-        raise RuntimeError(f"{matrix.name!r} has no curvature yet: it is gathered by the first step")
+        raise RuntimeError(f"{matrix.name!r} has no curvature before the first step")
     # float64, since rounding is multiplied by the condition number.
     dtype = wide(inverse[0])
     damping = state["damping"].to(dtype)

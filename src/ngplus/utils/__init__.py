@@ -1,1 +1,1 @@
-"""Helpers without a place of their own in the algorithm."""
+"""Helpers."""

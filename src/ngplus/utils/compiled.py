@@ -22,15 +22,15 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 REASON = (
-    "NG+ gathers curvature in this call, which needs the model's own tensors. Compile the model before the optimizer "
-    "is made and give NGPlus the compiled one, NGPlus(torch.compile(model)): such calls then run eagerly, and all "
-    "others as one graph. Or leave fullgraph=True out"
+    "NGPlus captures curvature in this call, which must run eagerly. Pass it the compiled model, "
+    "NGPlus(torch.compile(model)): it then runs such calls eagerly, and all others as one graph. Or leave out "
+    "fullgraph=True"
 )
 
 
 @functools.cache
 def uncompiled() -> Callable[..., Any]:
-    """``f, *args -> f(*args)``, outside of any graph."""
+    """Returns a function from ``f, *args`` to ``f(*args)`` that runs outside of any graph."""
 
     def call(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)

@@ -38,7 +38,7 @@ def copy_to_host(counts: Tensor) -> tuple[Tensor, Any]:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """One flag for all: a sum is finite where every summand is, unless they are too large to be of use."""
+    """One flag for all tensors, by the sum of their entries. It overflows only for entries too large to be used."""
     return torch.stack([t.sum() for t in tensors]).sum().isfinite()
 
 
@@ -77,7 +77,7 @@ def _length(vector: Tensor) -> Tensor:
 
 
 def zero_where(bad: Tensor, tensors: Sequence[Tensor]) -> None:
-    """In place: zeros in each tensor whose flag in ``bad``, [n], is set."""
+    """Sets each tensor whose flag in ``bad``, [n], is set to zero, in place."""
     seen = read_if_on_host(bad)
     if seen is None:
         for tensor, flag in zip(tensors, bad.unbind(), strict=True):
@@ -116,7 +116,7 @@ class RefreshStatus:
 
 
 def keep_last_good(state: MutableMapping[str, Any], held: Mapping[str, Any], bad: Tensor) -> None:
-    """Where ``bad``, the state from before the refresh again, chosen on the device.
+    """Restores the state from before the refresh where ``bad`` is set, on the device.
 
     A state of another form, such as a factor of another rank or a sketch of another seed, cannot be chosen number by
     number: the host has to look.

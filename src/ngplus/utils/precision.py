@@ -30,7 +30,7 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
 
 
 def bfloat16_products(device: torch.device) -> bool:
-    """Does the model multiply float32 tensors as bfloat16? The answer is the same inside of ``full_precision``."""
+    """Returns True if the model multiplies float32 tensors as bfloat16, also inside of ``full_precision``."""
     return any(_set_by_user(setting) == "bf16" for setting in _settings(device.type))
 
 

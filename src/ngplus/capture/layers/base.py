@@ -67,12 +67,12 @@ class LayerRule:
         'sample'
     """
 
-    #: The rule covers the parameters of the module's children, which get no rule of their own.
     claims_children = False
-    #: The rows of the matrix are table entries that are looked up by index, as in an embedding.
+    """The rule covers the parameters of the module's children, which get no rule of their own."""
     looks_up = False
-    #: ``factors`` needs the inputs even if only the second parameter, the bias, is trained.
+    """The rows of the matrix are table entries that are looked up by index, as in an embedding."""
     bias_needs_input = True
+    """``factors`` needs the inputs where only the second parameter, the bias, is trained. If False, it gets None."""
 
     def matrices(self, module: Any) -> list[MatrixSpec]:
         """Returns the matrices that the module's parameters form. Absent parameters, such as a bias, may be named."""

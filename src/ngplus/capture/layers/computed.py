@@ -1,7 +1,7 @@
 """Layers with a forward of their own, or with a weight that is computed from their parameters.
 
-Of a subclass such as ``class Scaled(nn.Linear)`` the rule of Linear knows neither what its forward does with input and
-output, nor what it does with the weight. On a refresh step :class:`ForwardCalls` sees the torch functions that the
+The rule of Linear does not know what the forward of a subclass, such as ``class Scaled(nn.Linear)``, does with its
+input, output and weight. On a refresh step :class:`ForwardCalls` sees the torch functions that the
 forward calls, and the rule is applied to the call of ``F.linear`` (of ``F.conv2d``, of ``F.embedding``) itself. If its
 weight is V = f(W), computed by torch functions as with weight norm or weight standardisation, G_i of W is the
 derivative of f times G_i of V.
@@ -210,7 +210,7 @@ class ForwardCalls(TorchFunctionMode):
 
 
 def _is_in_place(name: str) -> bool:
-    """Is this the name of a torch function that changes its first argument, as ``mul_``, ``__imul__``?"""
+    """Returns True for the name of a torch function that changes its first argument, such as ``mul_``, ``__imul__``."""
     if name.startswith("__i"):
         return name not in ("__invert__", "__index__", "__int__")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
@@ -345,7 +345,7 @@ def _pull_back(path: _Path, module: nn.Module, name: str, weight: Tensor) -> Cal
 
 class _PulledBack:
     """G_i of a parameter W, from those of a weight V = f(W) by the derivative of f. ``bias``: the last column of both
-    is the bias, of which f does not depend."""
+    is the bias, on which f does not depend."""
 
     def __init__(
         self, inner: Factors, pull: Callable[[Tensor], Tensor], before: Layout, after: Layout, bias: bool

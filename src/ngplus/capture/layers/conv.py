@@ -156,7 +156,7 @@ class Patches:
         return int(2 * self._pixels + groups * inner)
 
     def _uses_torch(self, m: int, dtype: torch.dtype = torch.float32) -> bool:
-        """Is one call of torch's weight gradient for each sample the fastest?"""
+        """Returns True if one call of torch's weight gradient for each sample is the fastest."""
         if self._x.device.type != "cpu" or torch.float64 in (dtype, self._x.dtype):
             return False
         groups, _, positions, cols = self.shape

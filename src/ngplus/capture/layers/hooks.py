@@ -45,7 +45,7 @@ class Hook:
 
 
 class Watcher:
-    """Given to ``LayerRule.watch``: says whether to record a call of the module, and records it.
+    """Records calls of a module; the argument of ``LayerRule.watch``.
 
     ``matrix`` is an index into the list that ``LayerRule.matrices`` returns.
 
@@ -81,7 +81,7 @@ class Watcher:
         return recorder is not None and recorder.listening()
 
     def note_samples(self, matrix: int, output: Any) -> None:
-        """Remembers where the samples of an output are, if it is made under no_grad and will be made again."""
+        """Remembers where the samples of an output are, if it is computed under no_grad and again later."""
         recorder, use = self._recorder(), self._uses.get(matrix)
         if recorder is not None and use is not None:
             recorder.note_samples(use, output)

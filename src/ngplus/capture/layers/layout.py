@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class MatrixSpec:
-    """One matrix of a module: the names of its parameters, relative to the module, and the layout of each.
+    """One matrix of a module: its parameters and the layout of each.
 
     Attributes:
-        names: of the parameters, which stand side by side as columns.
+        names: the names of the parameters, relative to the module. They stand side by side as columns.
         kinds: ``"rows"`` (dimension 0 is m, the others are columns, as in Linear, Conv and Embedding), ``"transposed"``
             (dimension 1 is m, the others are columns, as in ConvTranspose), ``"batched"`` ([groups, m, n], as in
             torch.bmm) or ``"column"`` (a bias, a vector).
-        groups: of a grouped convolution or of a batched weight; each is a matrix.
+        groups: the number of groups of a grouped convolution or a batched weight, each a matrix.
 
     Examples:
         >>> ngplus.layers.MatrixSpec(("weight", "bias")).kinds
@@ -68,7 +68,7 @@ class Layout:
         sizes = [_rows_and_cols(shape, kind, groups) for shape, kind in zip(shapes, kinds, strict=True)]
         if len({rows for rows, _ in sizes}) != 1:
             found = [tuple(shape) for shape in shapes]
-            raise ValueError(f"Parameters of shapes {found} are not one matrix: as {tuple(kinds)} their rows differ")
+            raise ValueError(f"Parameters of shapes {found} do not form one matrix: the rows of {tuple(kinds)} differ")
         self.rows = sizes[0][0]
         self.widths = [cols for _, cols in sizes]
         self.cols = sum(self.widths)

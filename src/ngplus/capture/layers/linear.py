@@ -96,7 +96,7 @@ class LinearRule(WeightRule):
 
 @register_layer("transformers.pytorch_utils.Conv1D")
 class TransposedLinearRule(LinearRule):
-    """y = x W + b with W (in, out): the matrix is the transposed W.
+    r"""$y = x W + b$ with $W$ (in, out): the matrix is $W^\top$.
 
     Examples:
         >>> ngplus.layers.TransposedLinearRule().matrices(nn.Module())[0].kinds

@@ -25,7 +25,7 @@ def by_parts(
         tensors: the inputs and the gradient, with the entries of the samples along dimension 0.
         batch: all samples, along that dimension.
         copies: ``build`` copies its tensors, also where the entries of each sample stand together.
-        fills: it fills samples up to the size of the largest.
+        fills: ``build`` pads samples to the size of the largest.
     """
     length = len(tensors[0])
     if batch.dim is None or not (copies or batch.copies(length)):

@@ -1,6 +1,6 @@
 """The rule of modules without a rule: per-sample gradients by torch.func, if vmap applies to the module's forward.
 
-It covers modules with parameters of their own whose children have none: another forward pass then costs about as much
+It covers modules with parameters whose children have none: another forward pass then costs about as much
 as the module itself. Bare parameters of larger modules, such as a class token, get mini-batch curvature.
 """
 
