@@ -15,7 +15,7 @@ from ngplus.lab import loop, optimizers, schedules, settings, workloads
 from ngplus.lab.bench.timing import Stopwatch, Turn, take_turns
 from ngplus.lab.runs import Config, RunError, code_digest, environment
 from ngplus.lab.study import TUNING_SEED
-from ngplus.lab.sweep.plan import Chain, Made
+from ngplus.lab.sweep.plan import Chain, Job, Made
 from ngplus.lab.sweep.rows import TRIAL, append, read
 from ngplus.lab.workloads import Task
 
@@ -30,48 +30,48 @@ def measure_all(
 
     RunError where other programs use more than ``allowed`` cores.
     """
-    held, timings = read(out)
-    made = Made(held)
-    torch.set_num_threads(1)
+    made = Made(read(out)[0])
     for where in dict.fromkeys(chain.where for chain in chains):
-        chosen = {c.optimizer: (c, best) for c in chains if c.where == where and (best := c.best(made)) is not None}
-        there = {
-            t.optimizer
-            for name, (chain, best) in chosen.items()
-            for t in timings
-            if (t.workload, t.preset, t.optimizer, t.hyper) == (chain.workload.name, chain.preset, name, best)
-            and t.environment.get("code") == code_digest()
-        }
-        if set(chosen) <= there:
-            continue
-        if (load := busy_cores()) > allowed:
-            raise RunError(
-                f"Other programs use {load:.1f} cores, and times measured now would mean nothing: let nothing else "
-                f"run, or allow it by --load {load + 0.1:.1f}"
-            )
-        chain = next(iter(chosen.values()))[0]
-        task = settings.open_task(workloads.get(where), chain.size, data)
-        began = int(time.time())
-        turns = {name: _block(task, c.job(TRIAL, best, TUNING_SEED).config) for name, (c, best) in chosen.items()}
-        times = take_turns(turns, ROUNDS, say=partial(_told, say, chain.workload.name))
-        load = max(load, busy_cores())
-        about = {key: value for key, value in environment().items() if key != "command"}
-        for name, (_, best) in chosen.items():
-            wall, cpu = (1000 * times[name]).T.tolist()
-            append(
-                out,
-                {
-                    "timed": chain.workload.name,
-                    "preset": chain.preset,
-                    "optimizer": name,
-                    "hyper": best,
-                    "milliseconds": [round(value, 3) for value in wall],
-                    "cpu_milliseconds": [round(value, 3) for value in cpu],
-                    "began": began,
-                    "load": round(load, 2),
-                    "environment": about,
-                },
-            )
+        chosen = [(chain, chain.best(made)) for chain in chains if chain.where == where]
+        jobs = [chain.job(TRIAL, best, TUNING_SEED) for chain, best in chosen if best is not None]
+        measure(jobs, out, data, allowed, say)
+
+
+def measure(jobs: Sequence[Job], out: Path, data: Path | None, allowed: float, say: Callable[[str], None]) -> None:
+    """Times the settings of these runs, all of one workload, in turns. Nothing where all of these times are there."""
+    times_there = [
+        (t.workload, t.preset, t.optimizer, t.hyper) for t in read(out)[1] if t.environment.get("code") == code_digest()
+    ]
+    if all((j.config.workload, j.config.preset, j.config.optimizer, j.hyper) in times_there for j in jobs):
+        return
+    if (load := busy_cores()) > allowed:
+        raise RunError(
+            f"Other programs use {load:.1f} cores, and times measured now would mean nothing: let nothing else "
+            f"run, or allow it by --load {load + 0.1:.1f}"
+        )
+    torch.set_num_threads(1)
+    task = settings.open_task(workloads.get(jobs[0].where), jobs[0].size, data)
+    began = int(time.time())
+    turns = {job.config.optimizer: _block(task, job.config) for job in jobs}
+    times = take_turns(turns, ROUNDS, say=partial(_told, say, jobs[0].config.workload))
+    load = max(load, busy_cores())
+    about = {key: value for key, value in environment().items() if key != "command"}
+    for job in jobs:
+        wall, cpu = (1000 * times[job.config.optimizer]).T.tolist()
+        append(
+            out,
+            {
+                "timed": job.config.workload,
+                "preset": job.config.preset,
+                "optimizer": job.config.optimizer,
+                "hyper": job.hyper,
+                "milliseconds": [round(value, 3) for value in wall],
+                "cpu_milliseconds": [round(value, 3) for value in cpu],
+                "began": began,
+                "load": round(load, 2),
+                "environment": about,
+            },
+        )
 
 
 def _told(say: Callable[[str], None], workload: str, text: str) -> None:
