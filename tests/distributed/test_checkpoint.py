@@ -84,4 +84,4 @@ def misload(rank: int, world: int) -> str:
 def test_a_part_of_the_state_is_refused(ranks: Callable[[int], Pool]) -> None:
     first, second = ranks(2).run(misload)
     assert first == ""
-    assert "is not in the state that was loaded" in second
+    assert "The loaded state does not have the curvature" in second
