@@ -20,8 +20,9 @@ from ngplus.lab import terminal
 if TYPE_CHECKING:
     from ngplus.lab.runs import Run
 
-FORMS = {"ngplus": "NGPlus, its defaults", "ngplus-paper": "the paper's form"}
-REPRODUCED, NOT_REPRODUCED, NOT_RUN = "reproduced", "not reproduced", "not runnable here"
+FORMS = {"ngplus": "NGPlus", "ngplus-paper": "the paper's form"}
+REPRODUCED, LEVEL, NOT_REPRODUCED = "reproduced", "level", "not reproduced"
+NOT_RUN = "not runnable here"
 HEADINGS = ("where", "the paper", "the paper's number", *(f"here: {title}" for title in FORMS.values()), "verdict")
 
 
@@ -153,10 +154,10 @@ def claims(
     preset: Annotated[str, typer.Option(help="The size of the runs that count.")] = "small",
     summary: Annotated[Path | None, typer.Option(help="Write a page of Markdown.")] = None,
 ) -> None:
-    """Compare the numbers of the paper's Section 5 with runs: reproduced, not reproduced, or not runnable here.
+    """Compare the numbers of the paper's Section 5 with runs: reproduced, level, not reproduced, or not runnable here.
 
-    NG+ stands for two optimizers: ngplus, the defaults of NGPlus, and ngplus-paper, the paper's form. Each has a
-    column of its own, and the verdict is that of the better one.
+    NG+ stands for two optimizers: ngplus, and ngplus-paper, the paper's form. Each has a column of its own, and the
+    verdict is that of the better one.
 
     ngplus claims docs/results-small/steps/*.json --costs docs/performance/bench.json --summary docs/claims.md
     """
@@ -201,14 +202,14 @@ def line(claim: Claim, runs: Sequence[Run], costs: dict[str, float]) -> tuple[st
     else:
         outcomes = [compared(claim, runs, form) for form in FORMS]
     cells = [shown for shown, _ in outcomes]
-    known = [ahead for _, ahead in outcomes if ahead is not None]
-    verdict = NOT_RUN if not known else REPRODUCED if any(known) else NOT_REPRODUCED
+    known = [found for _, found in outcomes if found is not None]
+    verdict = next((word for word in (REPRODUCED, LEVEL, NOT_REPRODUCED) if word in known), NOT_RUN)
     return (claim.where, claim.says, claim.number, *cells, verdict)
 
 
-def compared(claim: Claim, runs: Sequence[Run], form: str) -> tuple[str, bool | None]:
-    """The number of a form of NG+ beside its rival's on the seeds that both have, and whether NG+ is ahead; None
-    without such seeds."""
+def compared(claim: Claim, runs: Sequence[Run], form: str) -> tuple[str, str | None]:
+    """The number of a form of NG+ beside its rival's on the seeds that both have, and the verdict; None without such
+    seeds."""
     here = [run for run in runs if run.config.workload == claim.workload]
     ours, theirs = ([run for run in here if run.config.optimizer == name] for name in (form, claim.rival))
     shared = {run.config.seed for run in ours} & {run.config.seed for run in theirs}
@@ -224,10 +225,12 @@ def compared(claim: Claim, runs: Sequence[Run], form: str) -> tuple[str, bool | 
         return "–", None
     means = [statistics.mean(values) for values in both]
     text = " / ".join(f"{_spread(values)}" for values in both)
-    return text, means[0] > means[1] if claim.more else means[0] < means[1]
+    lead = means[0] - means[1] if claim.more else means[1] - means[0]
+    spread = max(statistics.stdev(values) if len(values) > 1 else 0.0 for values in both)
+    return text, REPRODUCED if lead > spread else LEVEL if lead >= -spread else NOT_REPRODUCED
 
 
-def steps(ours: Sequence[Run], theirs: Sequence[Run]) -> tuple[str, bool]:
+def steps(ours: Sequence[Run], theirs: Sequence[Run]) -> tuple[str, str]:
     """Mean steps to the target. NG+ is ahead if it gets there with more of its seeds, or with as many and sooner."""
     both = [[s for run in part if (s := reached(run)) is not None] for part in (ours, theirs)]
     texts = []
@@ -237,9 +240,10 @@ def steps(ours: Sequence[Run], theirs: Sequence[Run]) -> tuple[str, bool]:
     text = " / ".join(texts)
     shares = [len(values) / len(part) for values, part in zip(both, (ours, theirs), strict=True)]
     if not (both[0] and both[1]):
-        return text, shares[0] > shares[1]
+        return text, REPRODUCED if shares[0] > shares[1] else NOT_REPRODUCED
     ratio = statistics.mean(both[0]) / statistics.mean(both[1])
-    return f"{text} = {ratio:.2f}", shares[0] > shares[1] or (shares[0] == shares[1] and ratio < 1)
+    ahead = shares[0] > shares[1] or (shares[0] == shares[1] and ratio < 1)
+    return f"{text} = {ratio:.2f}", REPRODUCED if ahead else NOT_REPRODUCED
 
 
 def reached(run: Run) -> int | None:
@@ -268,19 +272,21 @@ def bench_rows(content: Any) -> dict[str, float]:
     return found
 
 
-def cost(claim: Claim, costs: dict[str, float]) -> tuple[str, bool | None]:
+def cost(claim: Claim, costs: dict[str, float]) -> tuple[str, str | None]:
     """The ratio of the costs of a training step; NG+ is ahead where it is no larger than the paper's."""
     mine = costs.get("NGPlus", costs.get('NG+ "inverse"'))  # its name until NGAdam came
     if mine is None or claim.rival not in costs:
         return "–", None
     ratio = mine / costs[claim.rival]
-    return f"{mine:.2f} / {costs[claim.rival]:.2f} = {ratio:.2f}", ratio <= float(claim.number.rpartition("=")[2])
+    return f"{mine:.2f} / {costs[claim.rival]:.2f} = {ratio:.2f}", (
+        REPRODUCED if ratio <= float(claim.number.rpartition("=")[2]) else NOT_REPRODUCED
+    )
 
 
 def told(lines: Sequence[Sequence[str]]) -> str:
     """How many claims have each verdict."""
     verdicts = [cells[-1] for cells in lines]
-    return ", ".join(f"{verdicts.count(word)} {word}" for word in (REPRODUCED, NOT_REPRODUCED, NOT_RUN))
+    return ", ".join(f"{verdicts.count(word)} {word}" for word in (REPRODUCED, LEVEL, NOT_REPRODUCED, NOT_RUN))
 
 
 def page(lines: Sequence[Sequence[str]], command: str) -> str:
@@ -295,8 +301,9 @@ def page(lines: Sequence[Sequence[str]], command: str) -> str:
         table,
         "Each number is NG+ / the other method: mean and standard deviation over the seeds that both have. Steps are "
         "those to the target of the preset `small`, with the number of seeds that reach it where not all do. A claim "
-        "is reproduced where the mean of one form of NG+ is ahead: `NGPlus` with its defaults, or the paper's form "
-        "(`ngplus-paper`). See [how each method was tuned](results-small.md) and the "
+        "is reproduced where one form of NG+ is ahead: `NGPlus`, or the paper's form (`ngplus-paper`). Measures at the "
+        "end are level where the means differ by no more than the larger standard deviation. See "
+        "[how each method was tuned](results-small.md) and the "
         "[rules](laboratory.md#what-makes-a-comparison-fair).",
         "## What was run in place of the paper's experiments",
         "\n".join(notes),

@@ -125,7 +125,10 @@ def _verdicts(sections: Sequence[Section], kind: str) -> list[str]:
         lines.append((section.name, _shown(ours, kind), f"{best.optimizer}, {_shown(best, kind)}", ratio, word))
     if not lines:
         return ["There is nothing to compare: no workload has runs of NGAdam and of another optimizer."]
-    uneven = [f"{section.name}: {text}" for section in sections if (text := differing(section.runs))]
+    uneven: dict[str, list[str]] = {}
+    for section in sections:
+        uneven.setdefault(differing(section.runs), []).append(section.name)
+    uneven.pop("", None)
     said = {"neither gets there": "Neither gets there"}
     sentence = ". ".join(
         f"{said.get(word, f'NGAdam {word}')} on {_listed(names, 'none')}" for word, names in found.items()
@@ -134,7 +137,12 @@ def _verdicts(sections: Sequence[Section], kind: str) -> list[str]:
         f"{sentence}.",
         *_means(ratios, kind),
         _table(("workload", "NGAdam", "best other", "NGAdam / other", "verdict"), lines),
-        *(f"Not made under the same conditions: {_plain(text)}." for text in uneven),
+        toggle(
+            "Not made under the same conditions",
+            [f"- {_listed(names)}: {_plain(text)}" for text, names in uneven.items()],
+        )
+        if uneven
+        else "",
     ]
 
 

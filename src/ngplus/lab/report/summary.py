@@ -195,8 +195,8 @@ def _tuning(run: Run) -> str:
     if not isinstance(trials := tuning.get("trials"), list):
         return str(tuning.get("recipe", "unknown"))
     steps, target = tuning.get("steps"), tuning.get("target")
-    budget = f" of {steps} steps" if is_number(steps) else ""
-    budget += f" to {target:g}" if is_number(target) else ""
+    budget = f" of {steps} steps" if is_number(steps) and steps != run.config.steps else ""
+    budget += f" to {target:g}" if is_number(target) and target != run.config.target else ""
     return f"{len(trials)} {'trial' if len(trials) == 1 else 'trials'}{budget}"
 
 
