@@ -228,7 +228,7 @@ class BaseOptimizer(MatrixOptimizer):
                 self.state.setdefault(param, {})
         for matrix in present:
             group, state, its_own = self._group(matrix), self.state[matrix.params[0]], self._distributor(matrix)
-            if id(matrix) in due and not self._new_parameters:
+            if id(matrix) in due and (self._initialising or not self._new_parameters):  # else again in the next step
                 state["refreshed"] = self._refresh_key(matrix)
             if its_own is not None and not its_own.has_curvature(matrix):
                 continue
