@@ -128,6 +128,7 @@ class Distributor:
     """Distributes the work on some matrices over ranks. Each matrix has an owner among them."""
 
     owners: dict[int, int]  # by the id of the matrix
+    ranks: RankGroup  # that share the work
 
     def __init__(self, matrices: Sequence[ParameterMatrix]) -> None:
         self.matrices = list(matrices)

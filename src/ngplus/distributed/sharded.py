@@ -93,6 +93,7 @@ class ShardedDistributor(Distributor):
         order = sorted(range(len(members)), key=lambda i: dist.get_group_rank(self.group, members[i]))
         places = [places[i] for i in order]
         self.size, self.rank = len(places), places.index(here)
+        self.ranks = RankGroup(self.group, self.size)
         self._shards = None if data.shard is None else RankGroup.of(None, mesh.get_group(data.shard))
         self._replicas = None if data.replicate is None else RankGroup.of(None, mesh.get_group(data.replicate))
         if data.shard is None and data.replicate is None:

@@ -36,6 +36,7 @@ class BaseOptimizer(MatrixOptimizer):
     _update_rule: UpdateRule = staticmethod(sgd_steps)
     _decoupled_weight_decay = False  # not applied to sparse gradients; with that of SGD they raise an error
     _initialising = False  # this step only initialises the state
+    _new_parameters = False  # the groups got other ones since the last step: nothing was captured of them
     _warned_without_gradients = False
     _skip: Tensor | None = None  # a flag on an accelerator: this step changes nothing
 
@@ -122,15 +123,11 @@ class BaseOptimizer(MatrixOptimizer):
 
     # ---------------------------------------------------------------------------------------------- its parts
 
-    @property
-    def _device(self) -> torch.device:
-        """That of the first parameter; all groups may be empty."""
-        return next((param.device for param in self._names), torch.device("cpu"))
-
     def _prepare(self) -> Collector:
         """Checks the options, follows changes of the parameters since the last step, and ends the capture."""
         for group in self.param_groups:
             self._check(group)
+        self._new_parameters = self._follow_groups()
         changed = [matrix for matrix in self._matrices if matrix.update_layout()]  # frozen or cast since the pass
         self._begin()
         collector = self._collector
@@ -173,7 +170,7 @@ class BaseOptimizer(MatrixOptimizer):
         for update in updates:
             matrix, captures = update.matrix, self._captures(update.group)
             gathered = collector.take(matrix)
-            nothing = gathered is None and captures and not self._initialising
+            nothing = gathered is None and captures and not (self._initialising or self._new_parameters)
             matrix.missed = matrix.not_captured or reasons.NOT_CALLED if nothing else ""
             if captures and (matrix.source == "batch" or gathered is None):
                 uncovered.append(matrix)
@@ -231,7 +228,7 @@ class BaseOptimizer(MatrixOptimizer):
                 self.state.setdefault(param, {})
         for matrix in present:
             group, state, its_own = self._group(matrix), self.state[matrix.params[0]], self._distributor(matrix)
-            if id(matrix) in due:
+            if id(matrix) in due and (self._initialising or not self._new_parameters):  # else again in the next step
                 state["refreshed"] = self._refresh_key(matrix)
             if its_own is not None and not its_own.has_curvature(matrix):
                 continue
@@ -317,7 +314,7 @@ class BaseOptimizer(MatrixOptimizer):
 
     def _warn_uncovered(self, uncovered: list[ParameterMatrix]) -> None:
         """Warns once, until the parameters change, of those without per-sample curvature."""
-        if self._warned or self._initialising or not uncovered:
+        if self._warned or self._initialising or self._new_parameters or not uncovered:
             return
         self._warned = True
         by_reason: dict[str, list[ParameterMatrix]] = {}

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -18,6 +19,7 @@ from ngplus.capture.collector import Collector
 from ngplus.capture.matrices import ParameterMatrix, Use, collect, named
 from ngplus.capture.sample_index import SampleIndex
 from ngplus.diagnostics.health import FaultCounter
+from ngplus.distributed import full_state
 from ngplus.distributed.collectives import DISTRIBUTIONS, Distributor, RankGroup, ReplicatedDistributor
 from ngplus.distributed.sharded import sharded_distributors
 from ngplus.fisher.products import REFRESH_MEMORY
@@ -146,6 +148,15 @@ class MatrixOptimizer(Optimizer):
             self._collector.watch(self._model, uses, self._batch_dim, self._sample_index, self._compiled)
         self._arm()
 
+    def _follow_groups(self) -> bool:
+        """Forms the matrices anew if the groups have other parameters: Accelerate shards a model by FSDP2 and then
+        replaces the parameters in the groups of its optimizer."""
+        given = {param for group in self.param_groups for param in group["params"]}
+        if given == self._names.keys():
+            return False
+        self._bind_parameters()
+        return True
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, as in torch.optim. The first refresh of its parameters is at the next step."""
         if isinstance(param_group, dict):
@@ -209,8 +220,9 @@ class MatrixOptimizer(Optimizer):
         return self._group_of_matrix[id(matrix)]
 
     @property
-    def _many_ranks(self) -> bool:
-        return bool(self._distributors)
+    def _device(self) -> torch.device:
+        """That of the first parameter; all groups may be empty."""
+        return next((param.device for param in self._names), torch.device("cpu"))
 
     def _find_matrix(self, which: str | nn.Parameter) -> ParameterMatrix:
         for matrix in self._matrices:
@@ -261,11 +273,29 @@ class MatrixOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients, as in torch.optim, and what was captured with them."""
+        self._follow_groups()
         if self._collector is not None:
             self._collector.drop()
         super().zero_grad(set_to_none)
 
     # ---------------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch.optim. State that one rank alone keeps is in the ``state_dict`` of that rank; of all ranks, if
+        ``get_optimizer_state_dict`` of torch.distributed.checkpoint asks with ``full_state_dict=True``."""
+        found = super().state_dict()
+        if self._distributors and full_state.is_wanted():
+            params = dict.fromkeys(param for group in self.param_groups for param in group["params"])
+            numbers = {param: i for i, param in enumerate(params)}
+            for distributor in self._distributors:
+                matrices = [m for m in distributor.matrices if distributor.kept_by_owner_only(m)]
+                held = [found["state"].get(numbers[m.params[0]], {}) for m in matrices]
+                own = [{key: value for key, value in state.items() if key not in ON_ALL_RANKS} for state in held]
+                owners = [distributor.owners[id(m)] for m in matrices]
+                sent = full_state.gather(distributor.ranks, owners, own, self._device)
+                for matrix, state, new in zip(matrices, held, sent, strict=True):
+                    found["state"][numbers[matrix.params[0]]] = {**state, **new}
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state, as in torch.optim; curvature keeps its own dtype.
@@ -280,6 +310,7 @@ class MatrixOptimizer(Optimizer):
             checkpoints.check(given, own, whose, lambda group: self._check(self._loaded(group)), known)
             seen.append(given)
 
+        self._follow_groups()
         handle = self.register_load_state_dict_pre_hook(check)
         try:
             super().load_state_dict(state_dict)

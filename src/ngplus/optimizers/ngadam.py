@@ -190,6 +190,7 @@ class NGAdam(BaseOptimizer):
             >>> plan["weight"].side, plan["bias"].side
             ('both', 'none')
         """
+        self._follow_groups()
         self._find_replicas()
         rows = []
         for matrix in self._matrices:

@@ -254,6 +254,7 @@ class NGPlus(BaseOptimizer):
             >>> plan["weight"].shape, plan["weight"].side
             ((2, 5), 'right')
         """
+        self._follow_groups()
         self._find_replicas()
         entries = [(m, self._group(m), self.state.get(m.params[0], {}), self._distributor(m)) for m in self._matrices]
         return plan_of(entries, batch_size, positions, verbose)
