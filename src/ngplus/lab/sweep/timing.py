@@ -46,8 +46,8 @@ def measure_all(
             continue
         if (load := busy_cores()) > allowed:
             raise RunError(
-                f"Other programs use {load:.1f} cores, and times measured now would mean nothing: let nothing else "
-                f"run, or allow it by --load {load + 0.1:.1f}"
+                f"Other programs use {load:.1f} cores, which would distort the times: stop them, or allow it with "
+                f"--load {load + 0.1:.1f}"
             )
         chain = next(iter(chosen.values()))[0]
         task = settings.open_task(workloads.get(where), chain.size, data)
