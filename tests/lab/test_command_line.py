@@ -45,13 +45,13 @@ def test_an_interrupted_run_is_called_so(number: signal.Signals, monkeypatch: py
         compare = ["compare", "digits", "--optimizers", "sgd,adam", "--seeds", "1", *SHORT]
         said = ngplus(*compare, code=130)
         assert "sgd (1 interrupted)" in said
-        assert "the same command goes on" in said
+        assert "the same command continues" in said
         for name in ("ngadam", "sgd"):
             result = runs.load(Path(f"runs/digits-small/{name}-seed0")).result
             assert result is not None
             assert result.status == "interrupted"
         said = ngplus("tune", "digits", "-o", "adam", "--trials", "2", "--finalists", "1", *SHORT, code=130)
-        assert "Interrupted: tuning.db has the trials that ended, and the same command goes on" in said
+        assert "Interrupted: tuning.db has the trials that ended, and the same command continues" in said
     assert "finished" in ngplus("train", "digits", "--resume", *SHORT)
     assert "interrupted" not in ngplus(*compare)
     said = ngplus("tune", "digits", "-o", "adam", "--trials", "2", "--finalists", "1", *SHORT)

@@ -123,7 +123,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(damage: str, tmp_path: Path) ->
 
         torch.save(Evil(), path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    with pytest.raises(RunError, match=r"(?s)checkpoint\.pt.* train --resume or compare begins the run anew"):
+    with pytest.raises(RunError, match=r"(?s)checkpoint\.pt.* train --resume or ngplus compare starts the run again"):
         loop.run(made, Tiny(), tmp_path, resume=True)
     assert not (tmp_path / "ran").exists()
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
@@ -149,6 +149,6 @@ def test_an_ended_run_of_which_a_file_is_gone_is_not_taken_for_another(gone: str
     loop.run(config(), Tiny(), tmp_path / "run")
     (tmp_path / "run" / gone).unlink()
     for made in (config(), config(seed=1)):
-        with pytest.raises(RunError, match=rf"without its {gone}.* Remove the run's folder, or let compare --fresh"):
+        with pytest.raises(RunError, match=rf"without {gone}.* make the run again with ngplus compare --fresh"):
             loop.run(made, Tiny(), tmp_path / "run", resume=True)
     assert not (tmp_path / "run" / gone).exists()

@@ -180,7 +180,7 @@ def test_runs_that_are_left_out_are_named(tmp_path: Path) -> None:
     arguments = ["report", str(tmp_path / "runs"), "--out", str(tmp_path / "r.html"), "--no-png"]
     said = CliRunner().invoke(app, [*arguments, "--json", str(tmp_path / "all.json")]).output
     assert "1 run in" in said
-    assert "1 run left out" in said
+    assert "Left out 1 run" in said
     assert "runs/run1" in said
     assert "run0" not in said
     said = CliRunner().invoke(app, ["report", str(tmp_path / "all.json"), *arguments[1:]]).output

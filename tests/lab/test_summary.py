@@ -113,7 +113,7 @@ def test_timed_runs_without_a_summary_are_refused(tmp_path: Path) -> None:
     save(tmp_path / "runs", run())
     result = CliRunner().invoke(app, ["report", str(tmp_path / "runs"), "--timed", str(tmp_path / "runs")])
     assert result.exit_code == 2
-    assert "--timed goes with --summary" in result.output
+    assert "--timed can only be used with --summary" in result.output
 
 
 def test_the_summary_keeps_sizes_apart_and_says_what_it_is_made_of() -> None:

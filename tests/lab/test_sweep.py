@@ -143,7 +143,7 @@ def test_runs_of_other_settings_or_by_other_rules_are_refused(in_this_process: N
     asked = ["sweep", "digits", "--optimizers", "adamw", "--trials", "1", "--seeds", "1"]
     ngplus(*asked, *SHORT)
     said = ngplus(*asked, *SHORT, "--batch-size", "8", code=2)
-    assert "digits with adamw with other settings: batch_size 64 there and 8 now. --out takes another file" in said
+    assert "digits with adamw with other settings: batch_size 64 there and 8 now. Choose another file" in said
     earlier = {"workload": "digits", "preset": "small", "optimizer": "adamw", "lr": 0.1, "seed": 0, "final": 0.5}
     save(Path("s.jsonl"), [{**earlier, "milliseconds": 1.0, "curve": [[3, None], [6, 0.5]], "bleu": 3.0}])
     assert "runs of an earlier version" in ngplus(*asked, *SHORT, code=2)

@@ -76,7 +76,7 @@ class WithOption(Tiny):
 
 
 def test_an_option_that_the_model_does_not_have_is_named() -> None:
-    with pytest.raises(RunError, match=r"tiny with these settings: .*widht"):
+    with pytest.raises(RunError, match=r"tiny does not work with these settings: .*widht"):
         loop.run(config(), WithOption())
 
 

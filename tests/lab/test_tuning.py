@@ -56,7 +56,7 @@ def test_a_storage_is_a_local_file_or_a_url(monkeypatch: pytest.MonkeyPatch) -> 
     ngplus(*made, "--storage", "sqlite:///mine.db")
     Path("file").touch()
     monkeypatch.setattr(loop, "run", None)  # nothing is run
-    assert "No settings can be written to file" in ngplus(*made, "--presets", "file", "--storage", "new.db", code=2)
+    assert "Settings cannot be written to file" in ngplus(*made, "--presets", "file", "--storage", "new.db", code=2)
 
 
 def test_tune_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

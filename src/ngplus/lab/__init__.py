@@ -13,10 +13,7 @@ def main() -> None:
     try:
         from ngplus.lab.cli import app
     except ModuleNotFoundError as error:
-        sys.exit(
-            f"The ngplus command needs {error.name}, which comes with an extra: in the project's folder, "
-            "pip install '.[lab]'"
-        )
+        sys.exit(f"The ngplus command needs {error.name}: run pip install '.[lab]' in the project's folder")
     except KeyboardInterrupt:  # the imports take a second or two
         sys.exit(130)
     app()

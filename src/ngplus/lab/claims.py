@@ -147,12 +147,14 @@ def register(app: typer.Typer) -> None:
 
 
 def claims(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="Folders of runs, or files of report --json.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUNS...", help="Folders with runs, or files of ngplus report --json.")
+    ],
     costs: Annotated[
         Path | None, typer.Option(help="The bench.json of ngplus bench, with the row rivals: the cost of a step.")
     ] = None,
-    preset: Annotated[str, typer.Option(help="The size of the runs that count.")] = "small",
-    summary: Annotated[Path | None, typer.Option(help="Write a page of Markdown.")] = None,
+    preset: Annotated[str, typer.Option(help="The preset of the runs to use.")] = "small",
+    summary: Annotated[Path | None, typer.Option(help="Write a Markdown page to this file.")] = None,
 ) -> None:
     """Compare the numbers of the paper's Section 5 with runs: reproduced, level, not reproduced, or not runnable here.
 

@@ -14,32 +14,29 @@ from typer.core import TyperCommand, TyperGroup
 
 # name: the module with the command, and the first sentence of its help
 COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("train", "Train a workload with one optimizer, and leave a folder with everything that was measured."),
+    "train": ("train", "Train a workload with one optimizer, and write everything that was measured to a folder."),
     "compare": (
         "compare",
-        "Compare optimizers on a workload: the same weights, batches, schedule and budget for each, settings tuned "
-        "alike.",
+        "Compare optimizers on a workload, with the same weights, batches, schedule and budget.",
     ),
     "tune": (
         "tune",
-        "Tune an optimizer on a workload: the first trials have the start of its ranges, a third and three times its "
-        "rate.",
+        "Tune an optimizer on a workload with Optuna.",
     ),
-    "sweep": ("sweep", "Tune and run optimizers on several workloads by one rule, the same for each of them."),
+    "sweep": ("sweep", "Tune and run optimizers on several workloads, by the same rules for all."),
     "report": (
         "report",
-        "Make one HTML page of any set of runs: curves over steps and over time, tables, settings and how they were "
-        "tuned.",
+        "Make one HTML page of any set of runs: curves over steps and over time, tables, settings.",
     ),
     "plan": (
         "planning",
-        "Show NG+'s plan for a model: shapes, sides, solvers, bytes of state, FLOPs of a step and of a refresh.",
+        "Print the plan of a model: shapes, sides, solvers, bytes of state, FLOPs of a step and of a refresh.",
     ),
     "bench": (
         "bench",
-        "Measure what NG+ costs: methods in turn within a run, medians of paired ratios with their quartiles.",
+        "Measure what a step, a refresh and the state of NGPlus and NGAdam cost beside other optimizers.",
     ),
-    "figure": ("figure", "What the paper proves or draws, run anew."),
+    "figure": ("figure", "Make a figure of the paper's theory from new experiments."),
     "claims": (
         "claims",
         "Compare the numbers of the paper's Section 5 with runs: reproduced, not reproduced, or not runnable here.",
@@ -83,7 +80,7 @@ class LazyGroup(TyperGroup):
 app = typer.Typer(
     name="ngplus",
     cls=LazyGroup,
-    help="NG+ for PyTorch: compare optimizers, tune them, measure them, look at the theory.",
+    help="Compare, tune and measure optimizers for PyTorch.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )

@@ -41,7 +41,7 @@ def find(places: Iterable[Path]) -> list[Run]:
             found += read(place)
             continue
         if not place.is_dir():
-            raise RunError(f"There is no folder {place}. Name one with runs, or a file of ngplus report --json")
+            raise RunError(f"There is no folder {place}: name a folder with runs, or a file of ngplus report --json")
         # other things have a config.json as well; a result without metrics is a damaged run, and load says so
         files = [path for name in ("metrics.jsonl", "result.json") for path in place.rglob(name)]
         folders = {path.parent for path in files if path.with_name("config.json").exists()}
@@ -127,7 +127,9 @@ def read(path: Path) -> list[Run]:
     """The runs of a collection."""
     content = read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("runs"), list):
-        raise RunError(f"{path} is not a collection of runs in format {FORMAT}: ngplus report RUNS --json makes one")
+        raise RunError(
+            f"{path} is not a collection of runs in format {FORMAT}: make one with ngplus report RUNS --json FILE"
+        )
     told = content.get("tuning")
     return [_entry(entry, told if isinstance(told, list) else [], path) for entry in content["runs"]]
 
@@ -139,7 +141,7 @@ def _entry(entry: Any, told: list[Any], path: Path) -> Run:
     number = config.get("tuning")
     if number is not None:
         if not isinstance(number, int) or not 0 <= number < len(told):
-            raise RunError(f"{path} has a run whose tuning is not there. {ANEW}")
+            raise RunError(f"{path} has a run whose tuning is missing. {ANEW}")
         config["tuning"] = told[number]
     return Run(
         path=path / str(entry.get("name")),

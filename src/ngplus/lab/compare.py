@@ -29,12 +29,14 @@ def register(app: typer.Typer) -> None:
 def compare(
     workload: options.WorkloadNames,
     optimizers: options.OptimizerNames = DEFAULT,
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds: 0, 1, 2, …")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds: 0, 1, 2, …")] = 3,
     preset: options.PresetName = "small",
     sets: options.WorkloadSets = None,
     data: options.Data = None,
-    out: Annotated[Path | None, typer.Option(help="For the runs; runs/WORKLOAD-PRESET where not given.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Make all runs again, in place of those there.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for the runs (default: runs/WORKLOAD-PRESET).")] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Make all runs again and replace those in the folder.")
+    ] = False,
     threads: options.Threads = None,
     device: options.Device = "cpu",
     presets: options.PresetFolder = None,
@@ -42,14 +44,13 @@ def compare(
     *,
     changes: dict[str, Any],
 ) -> None:
-    """Compare optimizers on a workload: the same weights, batches, schedule and budget for each, settings tuned alike.
+    """Compare optimizers on a workload, with the same weights, batches, schedule and budget.
 
-    A published recipe, as imagenet's preset paper has some, keeps its own budget and schedule; the table says so.
+    Only a published recipe, as in imagenet's preset paper, keeps its own budget and schedule; the table says so.
 
-    Runs are interleaved, so that a busy moment of the machine hits all of them. Runs that have ended are kept and not
-    made again: break off at any time, and the same command goes on. It says so where kept runs were made by another
-    version of the code; --fresh makes them again. Several workloads come one after the other, each with a folder of its
-    own in --out.
+    Runs are interleaved, so that a busy moment of the machine affects all optimizers. After an interruption the same
+    command continues: runs that have ended are not made again. It reports runs that another version of the code made;
+    --fresh makes them again. Several workloads run one after the other, each in a folder of its own in --out.
 
     --json prints the table of each workload, and its runs.
 
@@ -114,7 +115,7 @@ def _check_folders(configs: dict[Path, Config], fresh: bool) -> None:
         elif not fresh and (difference := config.difference(runs.load(folder).config)):
             raise runs.RunError(
                 f"{folder} has a run with other settings: {difference}.\n"
-                "--fresh makes the runs again; --out takes another folder"
+                "Make the runs again with --fresh, or choose another folder with --out"
             )
 
 
@@ -131,7 +132,7 @@ def _make(configs: dict[Path, Config], task: Task, device: str, console: Console
             try:
                 result = loop.run(config, task, folder, resume=True, device=device, on_step=on_step)
             except runs.Busy as error:
-                console.print(terminal.shown(f"{error}: left to it"), highlight=False)
+                console.print(terminal.shown(f"{error}. This run is skipped"), highlight=False)
                 continue
             except KeyboardInterrupt:  # between two runs, or for the second time: show what there is
                 going_on = False
@@ -176,11 +177,11 @@ def _show(console: Console, title: str, runs: list[Run], wanted: int, root: Path
         return
     console.print(_table(console, title, runs))
     if len(runs) < wanted or any(run.result is None or not run.result.ended for run in runs):
-        console.print("Not all runs are there yet: the same command goes on with them.")
+        console.print("Some runs are missing: the same command continues with them.")
     if others := sum(run.environment.get("code") != code_digest() for run in runs):
         which = "This run comes" if len(runs) == 1 else f"Of these {len(runs)} runs {others} come"
         console.print(
-            f"{which} from other code than that at hand, or it is not known from which, and may differ from what it "
-            f"makes: --fresh makes {'it' if others == 1 else 'them'} again."
+            f"{which} from another version of the code, or from an unknown one: --fresh makes "
+            f"{'it' if others == 1 else 'them'} again."
         )
-    console.print(f"As a page: ngplus report {terminal.shown(str(root))} --out report.html", highlight=False)
+    console.print(f"For a page of them: ngplus report {terminal.shown(str(root))} --out report.html", highlight=False)

@@ -7,21 +7,21 @@ from typing import Annotated
 
 import typer
 
-_HELP = """What the paper proves or draws, run anew.
+_HELP = """Make a figure of the paper's theory from new experiments.
 
 NAME is gfim, convergence, regret, costs, sketch, blocks, steps or all.
 
-Writes NAME.png, NAME.svg and NAME.json, and prints a short table. docs/theory.md walks through them."""
+Writes NAME.png, NAME.svg and NAME.json, and prints a short table. docs/theory.md explains the figures."""
 
 
 def figure(
-    name: Annotated[str, typer.Argument(help="The figure, or all.")],
-    out: Annotated[Path, typer.Option(help="The folder that the files go to.")] = Path("figures"),
-    seed: Annotated[int, typer.Option(help="Of all random numbers.")] = 0,
-    small: Annotated[bool, typer.Option("--small", help="A quick instance, in seconds.")] = False,
+    name: Annotated[str, typer.Argument(help="Name of the figure, or all.")],
+    out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("figures"),
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
+    small: Annotated[bool, typer.Option("--small", help="Make a small version, in seconds.")] = False,
     model: Annotated[
         str | None,
-        typer.Option(help="For costs: a known model, or package.module:function that gives a model and its inputs."),
+        typer.Option(help="For costs: a known model, or module:function that returns a model and its inputs."),
     ] = None,
 ) -> None:
     import time
@@ -36,9 +36,9 @@ def figure(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if model is not None and name != "costs":
-        raise typer.BadParameter("--model goes with the figure costs")
+        raise typer.BadParameter("--model can only be used with the figure costs")
     if out.exists() and not out.is_dir():
-        raise typer.BadParameter(f"--out {out} is not a folder")
+        raise typer.BadParameter(f"--out must be a folder, but {out} is a file")
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)  # into a file or a pipe: as wide as the tables

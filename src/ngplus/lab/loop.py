@@ -50,7 +50,7 @@ from ngplus.lab.workloads import DataError, Task
 OnStep = Callable[[int, float, float], None]  # steps done, loss, seconds of training
 OnEvaluation = Callable[[int, float | None], str]  # steps done, the measure; returns a reason to end the run, or ""
 DAMPINGS = ("damping", "relative_damping")  # what lambda is made of
-_ANEW = "Remove it, and train --resume or compare begins the run anew"
+_ANEW = "Remove it; then ngplus train --resume or ngplus compare starts the run again"
 
 
 class Divergence(Exception):
@@ -101,12 +101,12 @@ def run(
 
 def _check_device(device: str) -> None:
     if device.partition(":")[0] == "meta":
-        raise RunError("--device meta has no numbers, and nothing can be trained on it: cpu and cuda have")
+        raise RunError("--device meta holds no values, so nothing can be trained on it: use cpu or cuda")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
-        raise RunError(f"--device {device} cannot be used with this torch, {torch.__version__}: {reason}") from error
+        raise RunError(f"--device {device} cannot be used with torch {torch.__version__}: {reason}") from error
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def with_settings(what: str) -> Iterator[None]:
         raise
     except Exception as error:  # a size that is negative, a missing option: each library has errors of its own
         text = f"{error} is missing" if isinstance(error, KeyError) else str(error).strip().partition("\n")[0]
-        raise RunError(f"{what} with these settings: {text or type(error).__name__}") from error
+        raise RunError(f"{what} does not work with these settings: {text or type(error).__name__}") from error
 
 
 def _check(config: Config, folder: Path, resume: bool) -> None:
@@ -128,9 +128,9 @@ def _check(config: Config, folder: Path, resume: bool) -> None:
     if begun(folder):
         found = load(folder)
         if difference := config.difference(found.config):
-            raise RunError(f"{folder} has another run: {difference}. Take another folder, or remove this one")
+            raise RunError(f"{folder} has a run with other settings: {difference}. Remove it, or choose another --out")
         if not resume and not (found.result is not None and found.result.ended):
-            raise RunError(f"{folder} has a run that has not ended: --resume goes on with it, --out takes another one")
+            raise RunError(f"{folder} has an unfinished run: continue it with --resume, or choose another --out")
 
 
 def _claim(config: Config, folder: Path, device: str) -> None:
@@ -209,11 +209,12 @@ class _Session:
             raw.seek(0)
             saved = torch.load(raw, map_location="cpu", weights_only=True)
         except Exception as error:  # torch.load raises what it likes for a file that is none of its own
-            raise RunError(f"{path} is damaged, or not a checkpoint: {error}. {_ANEW}") from error
+            reason = str(error).partition(". ")[0]  # torch goes on to advise against weights_only
+            raise RunError(f"{path} is damaged, or not a checkpoint: {reason}. {_ANEW}") from error
         if not isinstance(saved, dict) or saved.get("format") != FORMAT:
             raise RunError(f"{path} is not a checkpoint in format {FORMAT}. {_ANEW}")
         if difference := self.config.difference(Config.from_dict(saved.get("config"), path)):
-            raise RunError(f"{path} belongs to another run: {difference}. {_ANEW}")
+            raise RunError(f"{path} is of a run with other settings: {difference}. {_ANEW}")
         before = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
         try:
             step, seconds = int(saved["step"]), float(saved["seconds"])
@@ -224,7 +225,7 @@ class _Session:
         except (KeyError, ValueError, RuntimeError, TypeError, AttributeError, IndexError) as error:
             self.model.load_state_dict(before[0])
             self.optimizer.load_state_dict(before[1])
-            raise RunError(f"{path} does not fit this run: {error}. {_ANEW}") from error
+            raise RunError(f"{path} does not match this run: {error}. {_ANEW}") from error
         self.step, self.seconds, self.state_bytes = step, seconds, held_bytes
         self.loss_sum, self.loss_count = loss_sum, loss_count
 

@@ -59,8 +59,8 @@ class OptimizerEntry:
         except (ImportError, AttributeError) as error:
             library = "torch>=2.9" if module == "torch.optim" else module.replace("_", "-")
             raise ValueError(
-                f"The optimizer {self.name!r} needs {module}.{name}: {error}. pip install --upgrade {library!r}, or "
-                f"leave {self.name} out of --optimizers"
+                f"The optimizer {self.name!r} needs {module}.{name}: {error}. Run pip install --upgrade {library!r}, "
+                f"or leave {self.name} out of --optimizers"
             ) from error
         return cls
 
@@ -323,7 +323,7 @@ def pick(text: str) -> list[str]:
     """Names with commas between, or all. What cannot be made is said here, before anything is run."""
     wanted = names() if text == "all" else list(dict.fromkeys(n.strip() for n in text.split(",") if n.strip()))
     if not wanted:
-        raise ValueError("No optimizer is named: --help has their names, and all takes every one")
+        raise ValueError("No optimizer is named: see --help for the names, or use all")
     for name in wanted:
         get(name).load()
     return wanted

@@ -16,26 +16,26 @@ _WORKLOADS, _OPTIMIZERS = ", ".join(workloads.names()), ", ".join(optimizers.nam
 
 WorkloadName = Annotated[str, typer.Argument(metavar="WORKLOAD", help=f"One of {_WORKLOADS}; or module:Class.")]
 WorkloadNames = Annotated[
-    str, typer.Argument(metavar="WORKLOAD", help=f"One of {_WORKLOADS}; or module:Class; several with commas between.")
+    str, typer.Argument(metavar="WORKLOAD", help=f"One of {_WORKLOADS}; or module:Class. Several with commas between.")
 ]
 OptimizerName = Annotated[str, typer.Option("--optimizer", "-o", help=f"One of {_OPTIMIZERS}.")]
 OptimizerNames = Annotated[
     str,
-    typer.Option("--optimizers", "--optimizer", "-o", help=f"all, or some of {_OPTIMIZERS}, with commas between."),
+    typer.Option("--optimizers", "--optimizer", "-o", help=f"all, or names with commas between: {_OPTIMIZERS}."),
 ]
 PresetName = Annotated[
-    str, typer.Option("--preset", help="The size: small, seconds on one core; standard, minutes; or paper.")
+    str, typer.Option("--preset", help="Size of the runs: small (seconds), standard (minutes) or paper.")
 ]
 Data = Annotated[
     Path | None,
-    typer.Option("--data", envvar="NGPLUS_DATA", help="The folder with the data sets, one folder for each workload."),
+    typer.Option("--data", envvar="NGPLUS_DATA", help="Folder with the data sets, one folder for each workload."),
 ]
 Sets = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="A hyper-parameter of the optimizer, or an option of the workload, in JSON: --set update_every=10",
+        help="An argument of the optimizer or an option of the workload, in JSON: --set update_every=10",
     ),
 ]
 WorkloadSets = Annotated[
@@ -44,29 +44,32 @@ WorkloadSets = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(min=1, help="CPU threads; 1 for the preset small where not given, torch's choice for others."),
+    typer.Option(min=1, help="Number of CPU threads (default: 1 for the preset small, else torch's choice)."),
 ]
-Device = Annotated[str, typer.Option(help="Where the model lives: cpu, cuda, cuda:1, …")]
-PresetFolder = Annotated[
-    Path | None, typer.Option("--presets", help="The folder of tuned settings; ./presets where not given.")
-]
+Device = Annotated[str, typer.Option(help="Device of the model: cpu, cuda, cuda:1, …")]
+PresetFolder = Annotated[Path | None, typer.Option("--presets", help="Folder of tuned settings (default: ./presets).")]
 Json = Annotated[
     bool,
-    typer.Option("--json", help="Print one JSON document on standard output; all else goes to standard error."),
+    typer.Option("--json", help="Print one JSON document on standard output, all else on standard error."),
 ]
-BatchSize = Annotated[int | None, typer.Option(min=1, help="Examples of a batch, for each process.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Examples in a batch of each process.")]
 
 # What a user may change of a workload's preset.
 CHANGES: dict[str, Any] = {
-    "steps": Annotated[int | None, typer.Option(min=1, help="Steps of training; the preset's where not given.")],
+    "steps": Annotated[int | None, typer.Option(min=1, help="Training steps (default: the preset's).")],
     "batch_size": BatchSize,
-    "evaluate_every": Annotated[int | None, typer.Option(min=1, help="Steps between two looks at the validation set.")],
-    "target": Annotated[float | None, typer.Option(help="The value of the measure that counts as reached.")],
+    "evaluate_every": Annotated[int | None, typer.Option(min=1, help="Steps between two evaluations.")],
+    "target": Annotated[float | None, typer.Option(help="Value of the measure to reach.")],
     "schedule": Annotated[
         str | None,
-        typer.Option("--schedule", help="constant, cosine, linear, polynomial:POWER or inverse-sqrt:UNIT:OFFSET."),
+        typer.Option(
+            "--schedule",
+            help="Learning-rate schedule: constant, cosine, linear, polynomial:POWER, inverse-sqrt:UNIT:OFFSET.",
+        ),
     ],
-    "warmup": Annotated[int | None, typer.Option(min=0, help="Steps in which the learning rate rises from 0.")],
+    "warmup": Annotated[
+        int | None, typer.Option(min=0, help="Warm-up: steps in which the learning rate rises from 0.")
+    ],
 }
 
 

@@ -23,39 +23,41 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A workload, or module:function that makes a model.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A workload, or module:function that returns a model.")],
     preset: options.PresetName = "small",
-    optimizer: Annotated[str, typer.Option("--optimizer", "-o", help="One of the ngplus ones.")] = "ngadam",
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", "-o", help="ngadam, ngplus, ngplus-paper, kfac or seng.")
+    ] = "ngadam",
     sets: options.Sets = None,
     data: options.Data = None,
     batch_size: options.BatchSize = None,
-    positions: Annotated[int, typer.Option(min=1, help="Positions of a sample, for a model without data.")] = 1,
+    positions: Annotated[int, typer.Option(min=1, help="Positions of a sample, for module:function.")] = 1,
     ranks: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="What the busiest of so many ranks carries; several times for several."),
+        typer.Option(min=1, help="Print the load of the busiest of so many ranks. May be repeated."),
     ] = None,
     distribution: Annotated[
-        list[str] | None, typer.Option(help="With --ranks: communication, memory or sharded (FSDP2).")
+        list[str] | None, typer.Option(help="With --ranks: communication, memory or sharded (FSDP2). May be repeated.")
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show NG+'s plan for a model: shapes, sides, solvers, bytes of state, FLOPs of a step and of a refresh.
+    """Print the plan of a model: shapes, sides, solvers, bytes of state, FLOPs of a step and of a refresh.
 
-    For a workload the plan is that of its model after one step. Any other model is planned without data.
+    The plan of a workload is that of its model after one step. Any other model is planned without data.
 
     ngplus plan digits
 
     ngplus plan torch.nn:Transformer --batch-size 32 --positions 50
 
-    With --ranks, what one of many ranks carries, by the cost model. A model is made on the meta device, where nothing
-    is allocated; module:function may give the inputs of a rank's batch beside it.
+    With --ranks, print the load of the busiest rank, by the cost model. The model is made on the meta device, where
+    nothing is allocated; module:function may return a tuple of the model and the inputs of a rank's batch.
 
     ngplus plan ngplus.lab.scale:transformer_1b3 --ranks 8 --ranks 512 --distribution sharded
     """
     console = terminal.make_console(as_json)
     with terminal.friendly(console):
         if distribution and not ranks:
-            raise ValueError("--distribution goes with --ranks: what one of so many ranks carries")
+            raise ValueError("--distribution can only be used with --ranks")
         if ":" in model:
             found = _of_model(model, optimizer, sets or [], batch_size, positions, on_meta=bool(ranks))
         else:
@@ -109,14 +111,14 @@ def build(where: str) -> tuple[nn.Module, tuple[Any, ...]]:
         for part in name.split("."):
             thing = getattr(thing, part)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{where!r} is not there: {error}") from error
+        raise ValueError(f"{where!r} cannot be imported: {error}") from error
     try:
         made = thing if isinstance(thing, nn.Module) else thing()
     except TypeError as error:
-        raise ValueError(f"{where} does not make a model without arguments: {error}") from error
+        raise ValueError(f"{where} must return a model without arguments: {error}") from error
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, ())
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{where} makes a {type(model).__name__}, not a torch.nn.Module, or one and its inputs")
+        raise ValueError(f"{where} must return a torch.nn.Module, or one and its inputs, not a {type(model).__name__}")
     return model, inputs if isinstance(inputs, tuple) else (inputs,)
 
 
@@ -127,7 +129,7 @@ def _plan_of(model: nn.Module, optimizer: str, sets: list[str]) -> Any:
     made = entry.make(model, dict(settings.assignments(sets)))
     if not hasattr(made, "plan"):
         known = [name for name in optimizers.names() if name in ("ngplus", "ngplus-paper", "ngadam", "kfac", "seng")]
-        raise ValueError(f"{optimizer} has no plan; these have: {', '.join(known)}")
+        raise ValueError(f"{optimizer} has no plan: use one of {', '.join(known)}")
     return made
 
 

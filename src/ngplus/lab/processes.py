@@ -86,7 +86,7 @@ def check_alike(model: nn.Module) -> None:
     ends = torch.stack([total, -total])
     dist.all_reduce(ends, dist.ReduceOp.MAX)
     if bool(ends[0] != -ends[1]):
-        raise RunError("The processes' parameters are no longer the same: this optimizer does not keep them together")
+        raise RunError("The parameters differ between the processes: this optimizer does not synchronise them")
 
 
 @contextmanager

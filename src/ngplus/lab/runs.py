@@ -31,8 +31,8 @@ FORMAT = 1
 CURVE = ("loop", "optimizers", "optimizer_wrappers", "schedules", "processes", "runs")
 FILES = ("result.json", "checkpoint.pt", "metrics.jsonl", "environment.json", "config.json")
 Metrics = list[dict[str, Any]]
-ANEW = "Remove what is damaged, and make it again"
-WHOLE = "Remove the run's folder, or let compare --fresh make it again"
+ANEW = "Remove it and make it again"
+WHOLE = "Remove the folder, or make the run again with ngplus compare --fresh"
 
 
 class RunError(Exception):
@@ -247,7 +247,7 @@ def _lock(handle: IO[str], folder: Path) -> None:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise Busy(f"Another process is at work on {folder}: wait for it, or take another folder") from error
+            raise Busy(f"Another process is working on {folder}: wait for it, or choose another folder") from error
 
 
 class Busy(RunError):
@@ -330,12 +330,12 @@ def begun(folder: Path) -> bool:
 def load(folder: Path) -> Run:
     """The run in a folder; a run of which a file is gone is refused, since it would be taken for another one."""
     if begun(folder) and not (folder / "config.json").exists():
-        raise RunError(f"{folder} has a run without its config.json: nobody knows which one. {WHOLE}")
+        raise RunError(f"{folder} has a run without config.json. {WHOLE}")
     config = Config.from_dict(read_json(folder / "config.json"), folder / "config.json")
     place, ending = folder / "environment.json", folder / "result.json"
     surroundings = read_json(place) if place.exists() else {}
     if ending.exists() and not (folder / "metrics.jsonl").exists():
-        raise RunError(f"{folder} has the result of a run without its metrics.jsonl: it is damaged. {WHOLE}")
+        raise RunError(f"{folder} has a result.json without metrics.jsonl. {WHOLE}")
     return Run(
         path=folder,
         config=config,
@@ -355,12 +355,12 @@ def read_result(content: Any, where: Path) -> Result:
         value = getattr(result, name)
         optional = name not in ("step", "seconds", "state_bytes")
         if not (is_number(value) or (optional and value is None)):
-            raise RunError(f"{where} has {name}={_short(value)}, which is no number. {ANEW}")
+            raise RunError(f"{where} has {name}={_short(value)}, which is not a number. {ANEW}")
     if not isinstance(result.status, str) or not isinstance(result.reason, str):
         raise RunError(f"{where} has no status. {ANEW}")
     if not isinstance(result.collapsed, bool):
         raise RunError(f"{where} has collapsed={_short(result.collapsed)}, which is not true or false. {ANEW}")
     scores = result.scores
     if not isinstance(scores, dict) or not all(x is None or is_number(x) for x in scores.values()):
-        raise RunError(f"{where} has scores={_short(scores)}, which are no numbers. {ANEW}")
+        raise RunError(f"{where} has scores={_short(scores)}, which are not numbers. {ANEW}")
     return result

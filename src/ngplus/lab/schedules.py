@@ -29,9 +29,9 @@ def parse(schedule: str) -> tuple[str, tuple[float, ...]]:
     try:
         numbers = tuple(float(text) for text in rest)
     except ValueError:
-        raise ValueError(f"The schedule {schedule!r} has something that is no number after its colon") from None
+        raise ValueError(f"The schedule {schedule!r} may only have numbers after its colons") from None
     if len(numbers) > _ARGUMENTS.get(name, 0) or not all(math.isfinite(n) and n >= 0 for n in numbers):
-        raise ValueError(f"The schedule {schedule!r} takes {_ARGUMENTS.get(name, 0)} number(s) of 0 or more")
+        raise ValueError(f"The schedule {schedule!r} takes at most {_ARGUMENTS.get(name, 0)} numbers, of 0 or more")
     return name, numbers
 
 

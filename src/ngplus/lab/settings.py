@@ -30,7 +30,7 @@ def open_preset(
     workload = chosen.name
     check_name(preset, chosen.presets, f"preset of {workload}")
     if not math.isfinite(changes.get("target", 0.0)):
-        raise ValueError(f"--target is a finite number, not {changes['target']}")
+        raise ValueError(f"--target must be a finite number, not {changes['target']}")
     size = replace(chosen.presets[preset], **changes)
     options: dict[str, Any] = plain(size.options)
     known = known_options(chosen, preset)
@@ -42,7 +42,9 @@ def open_preset(
                 check_name(part, sample, f"group of options of {workload}")
                 place, sample = place.setdefault(part, {}), sample[part]
                 if not isinstance(sample, dict) or not isinstance(place, dict):
-                    raise ValueError(f"The option {part!r} of {workload} is no group: --set {part}=VALUE")
+                    raise ValueError(
+                        f"The option {part!r} of {workload} is not a group of options: use --set {part}=VALUE"
+                    )
             check_name(last, sample, f"option of {'.'.join([workload, *path])}")
             check_option(key, value, sample[last])
             place[last] = value
@@ -120,8 +122,7 @@ def configure(
 
     if hyper is not None and processes.started() > 1:
         raise ValueError(
-            "ngplus tune does not run under torchrun: start it by itself, several times with the same --storage for "
-            "several processes"
+            "ngplus tune does not run under torchrun: start it several times with the same --storage instead"
         )
     entry = optimizers.get(optimizer)
     tuned = lookup(workload.name, preset, optimizer, presets) or _recipe(workload, preset, optimizer) or Tuned()
@@ -131,7 +132,7 @@ def configure(
     entry.check(own)
     if lr is not None:
         if not math.isfinite(lr):
-            raise ValueError(f"--lr is a finite number, not {lr}")
+            raise ValueError(f"--lr must be a finite number, not {lr}")
         own["lr"] = lr
     original = workload.presets[preset]
     # what the user has asked for comes before a recipe's own
@@ -177,7 +178,7 @@ def listed(workloads: str) -> list[str]:
     """Names with commas between."""
     names = list(dict.fromkeys(name.strip() for name in workloads.split(",") if name.strip()))
     if not names:
-        raise ValueError("No workload is named: --help has their names")
+        raise ValueError("No workload is named: see --help for the names")
     return names
 
 
@@ -213,14 +214,16 @@ def is_hyper(key: str, optimizer: str | None, options: list[str], workload: str)
 def check_presets(folder: Path | None) -> None:
     """A folder of tuned settings that was asked for has to be there."""
     if folder is not None and not folder.is_dir():
-        raise ValueError(f"--presets {folder} is not a folder")
+        raise ValueError(f"--presets must be an existing folder, not {folder}")
 
 
 def check_out(folder: Path) -> None:
     """No file may stand where the folder for runs is to be."""
     for place in (folder, *folder.parents):
         if place.exists() and not place.is_dir():
-            raise ValueError(f"--out {folder} cannot be made: {place} is a file. Name a folder, new or with runs")
+            raise ValueError(
+                f"--out {folder} cannot be created, since {place} is a file: choose a new folder, or one with runs"
+            )
 
 
 def use_threads(threads: int | None, preset: str) -> None:
@@ -232,5 +235,5 @@ def use_threads(threads: int | None, preset: str) -> None:
 
         cores = os.cpu_count() or 1
         if threads > (most := max(16, 4 * cores)):
-            raise ValueError(f"--threads {threads} is too many for {count(cores, 'core')}: it takes {most} at most")
+            raise ValueError(f"--threads {threads} is too large for {count(cores, 'core')}: use {most} at most")
         torch.set_num_threads(threads)

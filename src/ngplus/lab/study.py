@@ -159,7 +159,9 @@ def open_study(storage: str, name: str, base: Config) -> optuna.Study:
     except Exception as error:  # each kind of storage has errors of its own
         raise ValueError(f"The storage {storage!r} cannot be opened: {error}") from error
     if settings is not None and (difference := base.difference(Config.from_dict(settings, Path(name)))):
-        raise RunError(f"The storage has a study {name} of other runs: {difference}. --storage takes another one")
+        raise RunError(
+            f"The storage has a study {name} with other settings: {difference}. Choose another one with --storage"
+        )
     return study
 
 

@@ -65,10 +65,7 @@ def friendly(console: Console) -> Iterator[None]:
     except (DataError, RunError, ValueError, ModuleNotFoundError, OSError) as error:
         text = str(error)
         if isinstance(error, ModuleNotFoundError):
-            text = (
-                f"{error.name} is not installed: in the project's folder, pip install '.[lab,workloads]' brings all "
-                "that workloads need"
-            )
+            text = f"{error.name} is not installed: run pip install '.[lab,workloads]' in the project's folder"
         Console(stderr=True, width=console.width).print(
             f"[bold red]Error:[/bold red] {shown(text)}", highlight=False, soft_wrap=not console.is_terminal
         )

@@ -13,7 +13,7 @@ from ngplus.lab import options, settings, terminal
 if TYPE_CHECKING:
     from ngplus.lab.runs import Config
 
-SEED_HELP = "Of the initial weights, the batches and dropout."
+SEED_HELP = "Seed of the initial weights, the batches and dropout."
 
 
 def register(app: typer.Typer) -> None:
@@ -26,15 +26,13 @@ def train(
     optimizer: options.OptimizerName = "ngadam",
     preset: options.PresetName = "small",
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help=SEED_HELP)] = 0,
-    lr: Annotated[float | None, typer.Option(help="The learning rate; the tuned one where not given.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate (default: the tuned one).")] = None,
     sets: options.Sets = None,
     data: options.Data = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; runs/… where not given.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in the folder, if there is one.")
-    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/…).")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the folder, if there is one.")] = False,
     checkpoint_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps; at each evaluation where not given.")
+        int | None, typer.Option(min=1, help="Steps between checkpoints (default: at each evaluation).")
     ] = None,
     threads: options.Threads = None,
     device: options.Device = "cpu",
@@ -43,10 +41,10 @@ def train(
     *,
     changes: dict[str, Any],
 ) -> None:
-    """Train a workload with one optimizer, and leave a folder with everything that was measured.
+    """Train a workload with one optimizer, and write everything that was measured to a folder.
 
-    Killed? The same command with --resume goes on to the same curve. Ctrl-C ends it after the step it is in. Many
-    processes: torchrun --nproc-per-node 2 --no-python ngplus train WORKLOAD …
+    After a kill the same command with --resume continues to the same curve. Ctrl-C ends the run after the current step.
+    For many processes: torchrun --nproc-per-node 2 --no-python ngplus train WORKLOAD …
 
     --json prints the run: its folder, config, environment and result. Its metrics are in the folder.
 
@@ -86,9 +84,9 @@ def train(
                 f"With {terminal.shown(hyper)} ({_origin(config, lr, sets)})", highlight=False, soft_wrap=True
             )
             if there and not resume:
-                console.print("It was there already, and nothing was trained: --out takes another folder")
+                console.print("This run had ended already, so nothing was trained: choose another folder with --out")
             if result.status == "interrupted":
-                console.print("Go on with it: the same command with [bold]--resume[/bold]", highlight=False)
+                console.print("Continue it with the same command with [bold]--resume[/bold]", highlight=False)
         if result.status == "diverged":
             raise typer.Exit(1)
         if result.status == "interrupted":

@@ -43,20 +43,22 @@ def register(app: typer.Typer) -> None:
 def tune(
     workload: options.WorkloadNames,
     optimizers: options.OptimizerNames = "ngadam",
-    trials: Annotated[int, typer.Option(min=1, help="Runs for each optimizer, those in the storage included.")] = 12,
+    trials: Annotated[int, typer.Option(min=1, help="Trials of each optimizer, including those in the storage.")] = 12,
     storage: Annotated[
-        str, typer.Option(help="An Optuna storage: a local file, or a database URL for many machines.")
+        str, typer.Option(help="Optuna storage: a local file, or a database URL for several machines.")
     ] = "tuning.db",
     preset: options.PresetName = "small",
-    seed: Annotated[int, typer.Option(min=0, help="Of Optuna's sampler.")] = 0,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of a trial, seeds 100, 101, …; the score is their mean.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of Optuna's sampler.")] = 0,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Runs of a trial, on the seeds 100, 101, …; the score is their mean.")
+    ] = 1,
     finalists: Annotated[
-        int, typer.Option(min=1, help=f"Trials that are run on {MORE_SEEDS} more seeds at the end; 1 for none.")
+        int, typer.Option(min=1, help=f"Best trials to run on {MORE_SEEDS} more seeds at the end; 1 for none.")
     ] = 3,
     objective: Annotated[
-        str, typer.Option(help="target: steps until the target; final: the measure at the end.")
+        str, typer.Option(help="Score of a trial: target (steps to it) or final (the measure at the end).")
     ] = "target",
-    limit: Annotated[float | None, typer.Option(min=0, help="CPU seconds after which a run of a trial ends.")] = None,
+    limit: Annotated[float | None, typer.Option(min=0, help="CPU seconds after which a run ends.")] = None,
     sets: options.WorkloadSets = None,
     data: options.Data = None,
     threads: options.Threads = None,
@@ -66,14 +68,15 @@ def tune(
     *,
     changes: dict[str, Any],
 ) -> None:
-    """Tune an optimizer on a workload: the first trials have the start of its ranges, a third and three times its rate.
+    """Tune an optimizer on a workload with Optuna.
 
-    The others come from Optuna's TPE sampler. The ranges follow what is measured on the task: its loss, and the
-    gradients of its samples. At the end the best of them are run on more seeds; the best mean wins.
+    The first trial has the default learning rate, or the start of the relative ranges, which follow the task's loss and
+    per-sample gradients. The next two have a third and three times that rate, the others come from the TPE sampler. At
+    the end the best trials are run on more seeds; the best mean wins.
 
-    The study stays in the storage: break off at any time, and the same command goes on. Several processes, on several
-    machines with a database URL, share the trials of a study. The best settings go into presets/WORKLOAD.json with all
-    trials of the study, and train and compare take them from there.
+    The study stays in the storage: after an interruption the same command continues it, and several processes may share
+    it, on several machines with a database URL. The best settings go into presets/WORKLOAD.json with all trials, and
+    train and compare take them from there.
 
     --json prints, for each study that has ended, the best settings, their score, the file and all trials.
 
@@ -87,7 +90,7 @@ def tune(
         from ngplus.lab import presets as tuned
 
         if objective not in ("target", "final"):
-            raise ValueError(f"--objective is target or final, not {objective!r}")
+            raise ValueError(f"--objective must be target or final, not {objective!r}")
         settings.use_threads(threads, preset)
         wanted = known.pick(optimizers)
         suffix = f"{objective}-{seeds}" if seeds > 1 else objective
@@ -127,12 +130,14 @@ def tune(
         if as_json:
             terminal.print_json(list(written.values()))
         if interrupted:
-            told = f"Interrupted: {terminal.shown(storage)} has the trials that ended, and the same command goes on"
+            told = f"Interrupted: {terminal.shown(storage)} has the trials that ended, and the same command continues"
             console.print(told, highlight=False, soft_wrap=True)
             raise typer.Exit(130)
         left = [plan.study.study_name for _, plans in parts for plan in plans if plan.study.study_name not in written]
         if left:
-            console.print(f"Another process is still at {', '.join(left)}: the same command goes on", highlight=False)
+            console.print(
+                f"Another process is still working on {', '.join(left)}: the same command continues", highlight=False
+            )
 
 
 def make_trial(plan: Plan, patient: bool, task: Task, device: str, board: terminal.Board) -> None:

@@ -19,23 +19,25 @@ def register(app: typer.Typer) -> None:
 
 
 def bench(
-    rows: Annotated[list[str] | None, typer.Argument(metavar="[ROW]...", help="Rows; all where none is named.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small models: a look at the instrument, not at NG+.")] = False,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Rounds of each measurement.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's choice where not given.")] = None,
-    out: Annotated[Path, typer.Option(help="The folder of bench.json and the pictures.")] = Path("bench"),
-    resume: Annotated[bool, typer.Option("--resume", help="Only measure what bench.json does not have.")] = False,
-    show: Annotated[bool, typer.Option("--show", help="Measure nothing: show what bench.json has.")] = False,
-    table: Annotated[bool, typer.Option("--table", help="Measure nothing: print the table as Markdown.")] = False,
-    names: Annotated[bool, typer.Option("--list", help="The rows and what they need.")] = False,
-    profile: Annotated[bool, typer.Option("--profile", help="Show where the time of a step goes instead.")] = False,
+    rows: Annotated[
+        list[str] | None, typer.Argument(metavar="[ROW]...", help="Rows to measure (default: all).")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Use small models, to see that the benchmark works.")] = False,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Number of rounds of each measurement.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads (default: torch's choice).")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for bench.json and the pictures.")] = Path("bench"),
+    resume: Annotated[bool, typer.Option("--resume", help="Measure only what bench.json does not have.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print what bench.json has; measure nothing.")] = False,
+    table: Annotated[bool, typer.Option("--table", help="Print the table in Markdown; measure nothing.")] = False,
+    names: Annotated[bool, typer.Option("--list", help="List the rows and the measurements they need.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Profile a step instead: where its time goes.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Measure what NG+ costs: methods in turn within a run, medians of paired ratios with their quartiles.
+    """Measure what a step, a refresh and the state of NGPlus and NGAdam cost beside other optimizers.
 
-    Prints a table of what was asked and what was measured, and writes bench.json, bench.png and bench.svg, with --quick
-    bench-quick.json and its pictures. Each measurement is written when it ends, and stays in the file until it is taken
-    again. Let nothing else run.
+    The methods take turns. The table has medians and quartiles of their ratios, and the bounds that were asked. It is
+    written to bench.json, bench.png and bench.svg, with --quick to bench-quick.json and its pictures. A measurement
+    stays in the file until it is made again. Let nothing else run.
 
     --json prints the rows, as bench.json has them.
 
@@ -53,7 +55,7 @@ def bench(
         from ngplus.lab.bench import show as showing
 
         if as_json and (names or table or profile):
-            raise ValueError("--json is for the rows: not with --list, --table or --profile")
+            raise ValueError("--json prints the rows: it cannot be used with --list, --table or --profile")
         if names:
             console.print(showing.groups())
             return
@@ -95,7 +97,7 @@ def _present(groups: list[str], path: Path, as_markdown: bool, draw: bool, conso
     measurements = record.load(path)
     rows = rows_of(measurements, groups)
     if not rows:
-        raise ValueError(f"{path} has no measurements of these rows yet: ngplus bench makes them")
+        raise ValueError(f"{path} has no measurements of these rows: run ngplus bench first")
     if as_markdown:
         print(show.markdown(rows, measurements))  # not rich: lines are as long as they are
         return

@@ -41,7 +41,7 @@ def in_process(name: str, **options: Any) -> Numbers:
     command = [sys.executable, "-m", __name__, name, str(torch.get_num_threads()), json.dumps(options)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"The process that measures {name} has failed:\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"The process that measures {name} failed:\n{done.stderr[-2000:]}")
     result: Numbers = json.loads(done.stdout.splitlines()[-1])
     return result
 

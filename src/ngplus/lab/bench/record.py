@@ -87,7 +87,7 @@ def load(path: Path) -> dict[str, Measurement]:
     try:
         if content["format"] != FORMAT:
             raise runs.RunError(
-                f"{path} has format {content['format']}; this version reads {FORMAT}: remove it, and measure again"
+                f"{path} has format {content['format']}, but this version reads {FORMAT}: remove it and measure again"
             )
         return {name: Measurement.from_dict(item) for name, item in content["measurements"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:

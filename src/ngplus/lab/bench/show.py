@@ -144,7 +144,7 @@ def _rivals(ax: Axes, measurements: Mapping[str, Measurement]) -> None:
     _logarithmic(ax)
     ax.axvline(1.0, color=common.INK, linewidth=1)
     ax.set_xlabel("training step / SGD's (T = 20)")
-    ax.set_title("what people would take instead")
+    ax.set_title("other optimizers")
     ax.legend(loc="upper left", bbox_to_anchor=(0.0, -0.09))
 
 

@@ -203,13 +203,13 @@ def find(name: str) -> tuple[list[Layer], int]:
         make, samples = KNOWN[name]
         return make(), samples
     if ":" not in name:
-        raise FigureError(f"There is no model {name!r} (known: {', '.join(KNOWN)}; or package.module:function)")
+        raise FigureError(f"There is no model {name!r} (known: {', '.join(KNOWN)}; or module:function)")
     try:
         model, inputs = build(name)
     except ValueError as error:
         raise FigureError(str(error)) from error
     if not inputs:
-        raise FigureError(f"{name} must return a model and a tuple of its inputs, a batch")
+        raise FigureError(f"{name} must return a model and a tuple with a batch of its inputs")
     return layers_of(model, *inputs), len(inputs[0])
 
 

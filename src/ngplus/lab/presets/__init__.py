@@ -37,8 +37,8 @@ def lookup(workload: str, preset: str, optimizer: str, folder: Path | None = Non
             hyper, run = (entry.get(key) for key in ("hyper", "run")) if isinstance(entry, dict) else (None, None)
             if not isinstance(hyper, dict) or not isinstance(run, dict) or not all(map(_fits, run, run.values())):
                 raise RunError(
-                    f"{place / f'{workload}.json'} has an entry for {optimizer} that is not in the right form. Remove "
-                    "it, and ngplus tune writes it again"
+                    f"{place / f'{workload}.json'} has a damaged entry for {optimizer}. Remove it, or run ngplus tune "
+                    "again"
                 )
             return Tuned(hyper, run, entry.get("tuning"))
     return None
@@ -59,7 +59,9 @@ def check_folder(folder: Path | None = None) -> None:
         with TemporaryFile(dir=place):
             pass
     except OSError as error:
-        raise RunError(f"No settings can be written to {place}: {error}. --presets takes another folder") from error
+        raise RunError(
+            f"Settings cannot be written to {place}: {error}. Choose another folder with --presets"
+        ) from error
 
 
 def store(run: Config, tuned: Tuned, folder: Path | None = None) -> Path:
@@ -82,5 +84,5 @@ def _read(path: Path) -> dict[str, Any]:
     content = read_json(path)
     held = content.get("presets") if isinstance(content, dict) else None
     if not isinstance(held, dict) or not all(isinstance(entry, dict) for entry in held.values()):
-        raise RunError(f"{path} is not a file of presets. Remove it, or name another folder with --presets")
+        raise RunError(f"{path} is not a file of presets. Remove it, or choose another folder with --presets")
     return held

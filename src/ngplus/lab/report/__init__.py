@@ -23,29 +23,31 @@ def register(app: typer.Typer) -> None:
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="Folders of runs, or files of --json.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="Folders with runs, or files of --json.")],
     out: Annotated[
-        Path | None, typer.Option(help="The page, report.html where not given; pictures go beside it.")
+        Path | None, typer.Option(help="File of the page (default: report.html); pictures go beside it.")
     ] = None,
-    title: Annotated[str, typer.Option(help="Of the page.")] = "Optimizers compared",
-    png: Annotated[bool, typer.Option(help="Write pictures for each workload as well, light and dark.")] = True,
-    brief: Annotated[bool, typer.Option("--brief", help="Pictures of the measure alone, for a README.")] = False,
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "Optimizers compared",
+    png: Annotated[bool, typer.Option(help="Write pictures of each workload, light and dark.")] = True,
+    brief: Annotated[bool, typer.Option("--brief", help="Draw the measure alone in the pictures.")] = False,
     as_json: Annotated[
         Path | None,
-        typer.Option("--json", help="Write all runs and their tables into one file; - for standard output."),
+        typer.Option("--json", help="Write all runs and tables to this file; - prints them."),
     ] = None,
     summary: Annotated[
         Path | None,
-        typer.Option(help="A page of Markdown: where NGAdam wins, ties and loses; its pictures and runs go beside it."),
+        typer.Option(
+            help="Write a Markdown page of where NGAdam wins, ties and loses; pictures and runs go beside it."
+        ),
     ] = None,
     timed: Annotated[
-        list[Path] | None, typer.Option(help="Runs made with nothing else running: the summary's times come from them.")
+        list[Path] | None, typer.Option(help="Runs made with nothing else running, for the times of --summary.")
     ] = None,
 ) -> None:
-    """Make one HTML page of any set of runs: curves over steps and over time, tables, settings and how they were tuned.
+    """Make one HTML page of any set of runs: curves over steps and over time, tables, settings.
 
-    The page needs no network and no other file. Runs are found in the folders and below them. Of several
-    runs of the same workload, optimizer and seed the first counts.
+    The page needs no network and no other file. Runs are found in the folders and below them. Of several runs of the
+    same workload, optimizer and seed the first counts.
 
     ngplus report runs/digits-small --out report.html
 
@@ -61,7 +63,7 @@ def report(
         from ngplus.lab.runs import RunError, write_atomically
 
         if timed and summary is None:
-            raise ValueError("--timed goes with --summary: it is the summary's times that come from these runs")
+            raise ValueError("--timed can only be used with --summary")
         all_of_them, all_timed = collection.find(runs), collection.find(timed or [])
         found, clocked = collection.first(all_of_them), collection.first(all_timed)
         over = collection.passed_over(all_of_them, found) + collection.passed_over(all_timed, clocked)
@@ -93,8 +95,8 @@ def report(
         if over:
             told = ", ".join(str(run.path) for run in over[:SHOWN]) + (", …" if len(over) > SHOWN else "")
             console.print(
-                f"{terminal.count(len(over), 'run')} left out, since one of the same workload, size, optimizer and "
-                f"seed comes before: {terminal.shown(told)}. A report for each shows them all",
+                f"Left out {terminal.count(len(over), 'run')}, since one of the same workload, preset, optimizer and "
+                f"seed comes before: {terminal.shown(told)}. Make a report of each folder to see them",
                 highlight=False,
                 soft_wrap=True,
             )

@@ -23,40 +23,40 @@ def register(app: typer.Typer) -> None:
 @options.with_changes
 def sweep(
     workload: Annotated[
-        str, typer.Argument(metavar="[WORKLOAD]", help="One or several with commas between; or module:Class.")
+        str, typer.Argument(metavar="[WORKLOAD]", help="Workloads or module:Class, with commas between.")
     ] = "",
     optimizers: options.OptimizerNames = "adamw,ngadam,muon,soap",
-    trials: Annotated[int, typer.Option(min=1, help="Runs for the tuning of each optimizer.")] = 6,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of the best trial: the seeds 0, 1, 2, …")] = 3,
+    trials: Annotated[int, typer.Option(min=1, help="Tuning runs of each optimizer.")] = 6,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds on which the best trial runs: 0, 1, 2, …")] = 3,
     rates: Annotated[
-        bool, typer.Option("--rates", help="Then run 1/4, 1/2, 2 and 4 times the best learning rate.")
+        bool, typer.Option("--rates", help="Also run 1/4, 1/2, 2 and 4 times the best learning rate.")
     ] = False,
     timed: Annotated[
-        bool, typer.Option("--timed", help="Then time the steps of the chosen settings, with nothing else running.")
+        bool, typer.Option("--timed", help="Also time the steps of the chosen settings; let nothing else run.")
     ] = False,
-    load: Annotated[float, typer.Option(min=0, help="For --timed: the cores that other programs may use.")] = 0.2,
-    workers: Annotated[int, typer.Option(min=1, max=2, help="Runs at a time, one thread each.")] = 2,
-    out: Annotated[Path, typer.Option(help="The file of the runs, a line of JSON for each.")] = Path("sweep.jsonl"),
+    load: Annotated[float, typer.Option(min=0, help="With --timed: cores that other programs may use.")] = 0.2,
+    workers: Annotated[int, typer.Option(min=1, max=2, help="Runs at a time, with one thread each.")] = 2,
+    out: Annotated[Path, typer.Option(help="File of the runs, with a line of JSON for each.")] = Path("sweep.jsonl"),
     preset: options.PresetName = "standard",
     sets: options.WorkloadSets = None,
     data: options.Data = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the tables of --out; nothing is run.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the tables of --out; run nothing.")] = False,
     summary: Annotated[
-        Path | None, typer.Option(help="Write the page of results of --out, its pictures beside it; nothing is run.")
+        Path | None, typer.Option(help="Write the page of results of --out, with pictures beside it; run nothing.")
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw the workload's curves over steps and over time; nothing is run.")
+        Path | None, typer.Option(help="Draw the workload's curves over steps and over time; run nothing.")
     ] = None,
     *,
     changes: dict[str, Any],
 ) -> None:
-    """Tune and run optimizers on several workloads by one rule, the same for each of them.
+    """Tune and run optimizers on several workloads, by the same rules for all.
 
-    Each gets the same number of trials, on a seed of its own, at quasi-random points of its ranges; the best trial, by
-    the measure at the end, is then run on the seeds of the comparison. Schedule and budget are the workload's.
+    Each optimizer gets the same number of trials, at quasi-random points of its ranges. The best trial, by the measure
+    at the end, is then run on other seeds. Schedule and budget are the workload's.
 
-    Break off at any time, by Ctrl-C or a kill: the same command goes on, and a run that was cut off goes on from its
-    last checkpoint. AdamW comes first, then NGAdam, Muon and SOAP, so that a part of the runs can be read already.
+    After Ctrl-C or a kill the same command continues, each run from its last checkpoint. AdamW runs first, then NGAdam,
+    Muon and SOAP, so that a page can be made early.
 
     ngplus sweep shakespeare,qm9 --optimizers adamw,muon,soap,ngadam --trials 6 --rates --out sweep.jsonl
 
@@ -85,7 +85,7 @@ def sweep(
         out.parent.mkdir(parents=True, exist_ok=True)
         whole, failed = running.run_all(chains, out, workers, data, console)
         if not whole:
-            console.print("Not all runs are there yet: the same command goes on with them")
+            console.print("Some runs are missing: the same command continues with them")
             raise typer.Exit(130)
         if failed:
             console.print(f"{terminal.count(failed, 'run')} failed: the same command tries again")
@@ -103,7 +103,7 @@ def _read(
     from ngplus.lab.sweep.rows import read
 
     if not out.exists():
-        raise ValueError(f"There is no file {out}: --out names the runs of a sweep")
+        raise ValueError(f"There is no file {out}: --out must be the file of a sweep")
     wanted = settings.listed(workload) if workload else None
 
     def asked(one: Row | Timing) -> bool:

@@ -31,7 +31,7 @@ def write_wide(path: Path, rows: Sequence[Row], timings: Sequence[Timing]) -> li
     """The curves of one task over steps and over time. ValueError for runs of several."""
     tasks = tasks_of(rows)
     if len(tasks) != 1:
-        raise ValueError(f"--picture is of one workload that has runs of {BASELINE}, not of {len(tasks)}: name it")
+        raise ValueError(f"--picture draws one workload that has runs of {BASELINE}, not {len(tasks)}: name one")
     shown = standings(rows, tasks[0])[:CURVES]
     seconds, words = _clock(shown, [timing for timing in timings if timing.workload == tasks[0]])
     panels = [(shown, None, "steps"), (shown, seconds, words)]
@@ -52,7 +52,7 @@ def _clock(shown: Sequence[Standing], timings: Sequence[Timing]) -> tuple[dict[s
     for words, held in clocks.items():
         if all(held.get(one.name) is not None for one in shown):
             return {name: value / 1000 for name, value in held.items() if value is not None}, words
-    raise ValueError("The runs do not say how long a step took")
+    raise ValueError("The runs have no times of their steps")
 
 
 def _median(values: Sequence[float | None]) -> float | None:

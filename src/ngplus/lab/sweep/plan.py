@@ -51,7 +51,7 @@ class Made:
         self.held = {row.key: row for row in self.rows}
         self.checked: set[Key] = set()
         if any(row.config is None for row in self.rows):
-            raise RunError("The file of --out has runs of an earlier version, by other rules: --out takes another file")
+            raise RunError("The file of --out has runs of an earlier version, by other rules: choose another file")
 
     def get(self, job: Job) -> Row | None:
         """The run of a job. RunError where it was made with other settings."""
@@ -61,8 +61,8 @@ class Made:
         if difference := job.config.difference(row.config):
             name = f"{row.workload} with {row.optimizer}"
             raise RunError(
-                f"The file of --out has runs of {name} with other settings: {difference}. --out takes another file, "
-                "or remove their lines"
+                f"The file of --out has runs of {name} with other settings: {difference}. Choose another file, or "
+                "remove their lines"
             )
         self.checked.add(job.key)
         return row

@@ -163,7 +163,7 @@ class _Work:
                         if stop.is_set():  # for the second time
                             raise
                         stop.set()
-                        self.console.print("Interrupted: ends after the steps under way")
+                        self.console.print("Interrupted: ends after the current steps")
             finally:
                 stop.set()  # after an error the other runs end as well
 
@@ -179,7 +179,7 @@ class _Work:
             content = future.result()
         except BrokenProcessPool as error:
             raise RunError(
-                "A process of the sweep was ended from outside, as where memory is short: the same command goes on"
+                "A process of the sweep was killed, perhaps for want of memory: the same command continues"
             ) from error
         except (DataError, ModuleNotFoundError):  # the others of the workload would fail as well
             raise

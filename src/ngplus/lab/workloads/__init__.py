@@ -44,15 +44,15 @@ def _own(where: str) -> Workload:
         made = getattr(importlib.import_module(module), name)()
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{where!r} is not there: {error}. PYTHONPATH=. finds modules of the working folder"
+            f"{where!r} cannot be imported: {error}. For modules in the working folder, set PYTHONPATH=."
         ) from error
     except TypeError as error:  # a method that is missing, or an argument that nobody gives
-        raise ValueError(f"{where!r} does not make a workload: {error}") from error
+        raise ValueError(f"{where!r} cannot be created: {error}") from error
     if not isinstance(made, Workload):
-        raise ValueError(f"{where!r} makes an object of {type(made).__name__}, not a Workload of ngplus.lab.workloads")
+        raise ValueError(f"{where!r} must be a Workload of ngplus.lab.workloads, not {type(made).__name__}")
     for part in ("name", "title", "measure", "higher_is_better", "presets"):
         if not hasattr(made, part):
-            raise ValueError(f"{where!r} has no {part!r}: docs/laboratory.md has an example with all that it needs")
+            raise ValueError(f"{where!r} has no {part!r}: see the example in docs/laboratory.md")
     if made.name in _WORKLOADS:  # it would get that one's tuned settings
         raise ValueError(f"{where!r} has the name of a workload of ngplus, {made.name!r}: give it another")
     return made

@@ -40,7 +40,7 @@ class _ArraysOnly(pickle._Unpickler):
             return getattr(np, name)
         if (module, name) == ("_codecs", "encode"):  # bytes, in pickles that Python 3 wrote with protocol 2
             return _latin1
-        raise ValueError(f"it asks for {module}.{name}, which a CIFAR-10 file has no use for")
+        raise ValueError(f"it refers to {module}.{name}, which is not allowed in a CIFAR-10 file")
 
 
 def _empty(kind: Any, shape: Any, code: Any) -> Any:
@@ -200,7 +200,7 @@ class Cifar10(Workload):
         train, test = read(folder(self.name, data, HELP, "cifar-10-batches-py"))
         keep, shown = preset.options.get("train", train.size), preset.options.get("test", test.size)
         if min(keep, shown) < 1:
-            raise DataError("cifar10: the options train and test are numbers of images, 1 or more")
+            raise DataError("cifar10: the options train and test must be 1 or more")
         return Cifar10Task(
             Images(train.pixels[:keep], train.labels[:keep]), Images(test.pixels[:shown], test.labels[:shown]), preset
         )

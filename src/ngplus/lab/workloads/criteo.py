@@ -147,7 +147,7 @@ class CriteoTask(Task):
         count = len(arrays["label"])
         train, cap = count * 6 // 7, int(preset.options["cap"])
         if train == 0:
-            raise DataError("criteo: there are too few rows to split off the last seventh: it takes two or more")
+            raise DataError("criteo: there must be two rows or more, to split off the last seventh")
         columns = [ranked(column, train, cap) for column in arrays["categories"].T]
         self.sizes = [int(column.max()) + 1 for column in columns]
         data = Clicks(

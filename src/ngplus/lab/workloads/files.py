@@ -35,7 +35,7 @@ class Folder:
     help: str  # where to get the data, and how to lay it out
 
     def missing(self, what: str) -> DataError:
-        return DataError(f"{self.name}: {what} was looked for in {self.root} and is not there.\n{self.help}")
+        return DataError(f"{self.name}: there is no {what} in {self.root}.\n{self.help}")
 
     def path(self, *parts: str) -> Path:
         """A path inside the folder, whether it exists or not."""
@@ -78,7 +78,7 @@ class Folder:
             raise self.damaged(path, f"{type(error).__name__}: {error}") from error
 
     def damaged(self, path: Path, reason: str) -> DataError:
-        return DataError(f"{self.name}: the file {path} is damaged or not in the form that is expected ({reason}).")
+        return DataError(f"{self.name}: the file {path} is damaged or in another format ({reason}).")
 
     def text(self, path: Path) -> str:
         """A text file in UTF-8, gzipped or not."""
@@ -94,11 +94,11 @@ class Folder:
 def folder(name: str, data: Path | None, help: str, *alternatives: str) -> Folder:
     """``data/<name>``, or the first of the alternatives (the data set's own names) that is there."""
     if data is None:
-        raise DataError(f"{name} needs data: name the folder by NGPLUS_DATA or --data.\n{help}")
+        raise DataError(f"{name} needs data: set NGPLUS_DATA or --data to the folder that has it.\n{help}")
     for part in (name, *alternatives):
         if (data / part).is_dir():
             return Folder(name, (data / part).resolve(), help)
-    raise DataError(f"{name}: a folder {name!r} was looked for in {data} and is not there.\n{help}")
+    raise DataError(f"{name}: there is no folder {name!r} in {data}.\n{help}")
 
 
 # ------------------------------------------------------------------------------------------------ cache
@@ -121,7 +121,7 @@ def cached(sources: Sequence[Path], what: str, settings: Any, make: Callable[[],
 
 def _on_disk(cache: Path, data: Path, name: str, make: Callable[[], Arrays]) -> Arrays:
     if cache.resolve().is_relative_to(data.resolve()):
-        raise DataError(f"NGPLUS_CACHE ({cache}) lies in the data folder {data}, which stays as it is")
+        raise DataError(f"NGPLUS_CACHE ({cache}) must be outside of the data folder {data}")
     path = cache / name
     if path.is_file():
         try:

@@ -32,7 +32,7 @@ def scan(source: Folder, part: str) -> dict[str, list[Path]]:
     """The image files of each class, in order. Links that lead out of the data folder are refused."""
     root = source.path(part)
     if not root.is_dir():
-        raise source.missing(f"the folder {part}")
+        raise source.missing(f"folder {part}")
     classes: dict[str, list[Path]] = {}
     with source.reading(root):
         for entry in sorted(os.scandir(root), key=lambda e: e.name):
@@ -87,7 +87,7 @@ class ImageNetTask(ImageTask):
         train, val = scan(source, "train"), scan(source, "val")
         unknown = sorted(set(val) - set(train))
         if unknown:
-            raise source.missing(f"the folder train/{unknown[0]} of a class that val has")
+            raise source.missing(f"folder train/{unknown[0]}, of a class that val has,")
         super().__init__(len(train), dict(preset.options), IMAGENET_MEAN, IMAGENET_STD)
         self.source, self.batch_size, self.pixels = source, preset.batch_size, int(preset.options["pixels"])
         number = {name: k for k, name in enumerate(train)}
@@ -96,7 +96,7 @@ class ImageNetTask(ImageTask):
         # Few images, but of every class.
         keep = min(preset.options.get("validation", len(self.val)), len(self.val))
         if keep < 1:
-            raise DataError("imagenet: the option validation is a number of images, 1 or more")
+            raise DataError("imagenet: the option validation must be 1 or more")
         self.val = [self.val[k * len(self.val) // keep] for k in range(keep)]
         self._pool = ThreadPoolExecutor(int(preset.options.get("threads", os.cpu_count() or 1)))
         self._next: tuple[tuple[int, int], list[Future[Tensor]]] | None = None

@@ -46,8 +46,8 @@ def model_folder(source: Folder, name: str) -> Path:
     path = Path(importlib.import_module(PACKAGE).MODEL_DIR) if name == PACKAGE else source.path(name)
     if not (path / "tokenizer.json").is_file():
         raise DataError(
-            f"sst2: the option pretrained is {PACKAGE}, or a folder in {source.root} that has a tokenizer.json, not "
-            f"{name!r}"
+            f"sst2: the option pretrained must be {PACKAGE}, or a folder in {source.root} that has a tokenizer.json, "
+            f"not {name!r}"
         )
     return path
 
