@@ -32,7 +32,6 @@ def measure_all(
     """
     made = Made(read(out)[0])
     for where in dict.fromkeys(chain.where for chain in chains):
-<<<<<<< HEAD
         chosen = [(chain, chain.best(made)) for chain in chains if chain.where == where]
         jobs = [chain.job(TRIAL, best, TUNING_SEED) for chain, best in chosen if best is not None]
         measure(jobs, out, data, allowed, say)
@@ -47,8 +46,8 @@ def measure(jobs: Sequence[Job], out: Path, data: Path | None, allowed: float, s
         return
     if (load := busy_cores()) > allowed:
         raise RunError(
-            f"Other programs use {load:.1f} cores, and times measured now would mean nothing: let nothing else "
-            f"run, or allow it by --load {load + 0.1:.1f}"
+            f"Other programs use {load:.1f} cores, which would distort the times: stop them, or allow it with "
+            f"--load {load + 0.1:.1f}"
         )
     torch.set_num_threads(1)
     task = settings.open_task(workloads.get(jobs[0].where), jobs[0].size, data)
@@ -73,46 +72,6 @@ def measure(jobs: Sequence[Job], out: Path, data: Path | None, allowed: float, s
                 "environment": about,
             },
         )
-=======
-        chosen = {c.optimizer: (c, best) for c in chains if c.where == where and (best := c.best(made)) is not None}
-        there = {
-            t.optimizer
-            for name, (chain, best) in chosen.items()
-            for t in timings
-            if (t.workload, t.preset, t.optimizer, t.hyper) == (chain.workload.name, chain.preset, name, best)
-            and t.environment.get("code") == code_digest()
-        }
-        if set(chosen) <= there:
-            continue
-        if (load := busy_cores()) > allowed:
-            raise RunError(
-                f"Other programs use {load:.1f} cores, which would distort the times: stop them, or allow it with "
-                f"--load {load + 0.1:.1f}"
-            )
-        chain = next(iter(chosen.values()))[0]
-        task = settings.open_task(workloads.get(where), chain.size, data)
-        began = int(time.time())
-        turns = {name: _block(task, c.job(TRIAL, best, TUNING_SEED).config) for name, (c, best) in chosen.items()}
-        times = take_turns(turns, ROUNDS, say=partial(_told, say, chain.workload.name))
-        load = max(load, busy_cores())
-        about = {key: value for key, value in environment().items() if key != "command"}
-        for name, (_, best) in chosen.items():
-            wall, cpu = (1000 * times[name]).T.tolist()
-            append(
-                out,
-                {
-                    "timed": chain.workload.name,
-                    "preset": chain.preset,
-                    "optimizer": name,
-                    "hyper": best,
-                    "milliseconds": [round(value, 3) for value in wall],
-                    "cpu_milliseconds": [round(value, 3) for value in cpu],
-                    "began": began,
-                    "load": round(load, 2),
-                    "environment": about,
-                },
-            )
->>>>>>> words-a
 
 
 def _told(say: Callable[[str], None], workload: str, text: str) -> None:
