@@ -258,7 +258,7 @@ def test_json_has_the_rows_of_the_file() -> None:
     held = [row for row in json.loads(Path("bench/bench.json").read_text())["rows"] if row["row"] == "step"]
     assert json.loads(result.stdout) == {"rows": held}
     assert "ngplus bench" in result.stderr
-    assert "--json is for the rows" in command("step", "--table", "--json", code=2)
+    assert "--json prints the rows" in command("step", "--table", "--json", code=2)
 
 
 def test_what_the_command_refuses() -> None:
