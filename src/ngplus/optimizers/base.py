@@ -300,14 +300,15 @@ class BaseOptimizer(MatrixOptimizer):
         )
 
     def _warn_replaced(self) -> None:
-        """Warns once of parameters that are no longer in the model, which has others by their names. The optimizer may
+        """Warns once of parameters that are no longer in the model, where their module has new ones. The optimizer may
         be meant to have the rest only, so this is no error. What FSDP2 manages is replaced by FSDP2 in every pass."""
         if self._warned_of_replaced or self._model is None:
             return
         now = dict(self._model.named_parameters(remove_duplicate=False))
         present = set(now.values()).union(*(m.params for m in self._matrices if m.managed))
         gone = [name for param, name in self._names.items() if param.requires_grad and param not in present]
-        replaced = [name for name in gone if name in now and now[name].requires_grad and now[name] not in self._names]
+        new = {_owner(name) for name, param in now.items() if param.requires_grad and param not in self._names}
+        replaced = [name for name in gone if _owner(name) in new]
         if replaced:
             self._warned_of_replaced = True
             warn(
@@ -342,6 +343,12 @@ def _some(names: Sequence[str]) -> str:
 def _common(group: Sequence[ParameterMatrix], reason: str) -> str:
     """The reason of these matrices, with its detail where they have the same."""
     return group[0].note if len({matrix.note for matrix in group}) == 1 else reason
+
+
+def _owner(name: str) -> str:
+    """The module of a parameter, by its name; that of the weight for those of a parametrization."""
+    module, parametrized, _ = name.partition(".parametrizations.")
+    return module if parametrized else name.rpartition(".")[0]
 
 
 def is_zero(lr: float | Tensor) -> bool:
