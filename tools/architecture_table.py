@@ -28,25 +28,25 @@ PAGE = ROOT / "docs" / "architectures.md"
 
 HEAD = """# Captured architectures
 
-This page shows for {count} architectures how many matrices NGPlus captures sample by sample. Where it does, $L$ differs
-from that of single samples, $L'$, by at most {worst:.0e}, or {worst_in_float32:.0e} in models that compute in float32
-($\\lVert L - L' \\rVert / \\lVert L' \\rVert$).
+This page shows which matrices of {count} architectures NGPlus captures sample by sample, and how exact that is. The
+largest error is {worst:.0e}; {worst_in_float32:.0e} where the model computes in float32.
 
-| column | matrices with |
+| column | meaning |
 | --- | --- |
-| sample | per-sample curvature by a [layer rule](layers.md) |
-| vmap | per-sample curvature by `torch.func.vmap`, in modules without a rule |
-| batch | mini-batch curvature, for the reasons in the last column |
+| sample | matrices with per-sample curvature by a [layer rule](layers.md) |
+| vmap | those of a module without a rule, by `torch.func.vmap` |
+| batch | those with mini-batch curvature, with the reasons below; [trouble-shooting](troubleshooting.md) explains each |
+| error | the largest of the first two columns, of $\\lVert L - L' \\rVert / \\lVert L' \\rVert$ after one refresh, $L'$ from batches of one sample each |
 
-| reason | [explained](troubleshooting.md#no-per-sample-curvature) as |
+The models are small, with random weights and no dropout, batch norms in `eval()` mode, in float64. The loss is a
+weighted sum over the outputs of a sample, and a mean over samples. Matrices without a gradient, as the frozen ones of
+adapters, are left out. `python tools/architecture_table.py` (extra `ngplus[dev]`) writes this page, and fails at errors
+of {exact:.0e}, or {exact_in_float32:.0e} with float32.
+
+| reason | meaning |
 | --- | --- |
 {legend}
-
-The models are small, in float64, with random weights, without dropout, batch norms in `eval()` mode. The loss is a
-weighted sum over the outputs of a sample, and a mean over samples. Frozen matrices, as those of adapters, are left out.
-`python tools/architecture_table.py` (extra `ngplus[dev]`) writes this page, and fails at differences of {exact:.0e}
-({exact_in_float32:.0e} in float32).
-"""
+"""  # noqa: E501
 
 
 def main(names: list[str]) -> int:
@@ -57,7 +57,7 @@ def main(names: list[str]) -> int:
     found = {}
     for name in names or ARCHITECTURES:
         found[name] = measure(ARCHITECTURES[name])
-        print(row(ARCHITECTURES[name], found[name]), f"{found[name].worst:.0e}", flush=True)
+        print(row(ARCHITECTURES[name], found[name]), flush=True)
     if not names:
         PAGE.write_text(page(found))
     inexact = [name for name, each in found.items() if not each.worst < each.tolerance]
@@ -79,18 +79,19 @@ def page(found: dict[str, Found]) -> str:
     parts = [head]
     for library in dict.fromkeys(ARCHITECTURES[name].library for name in found):
         rows = [row(ARCHITECTURES[n], each) for n, each in found.items() if ARCHITECTURES[n].library == library]
-        columns = "| model | sample | vmap | batch | reasons |\n| --- | --- | --- | --- | --- |"
+        columns = "| model | sample | vmap | batch | error | reasons |\n| --- | --- | --- | --- | --- | --- |"
         parts.append("\n".join([f"## {library}", "", columns, *rows, ""]))
     return "\n".join(parts)
 
 
 def row(architecture: Architecture, found: Found) -> str:
     counts = [str(found.sources[source] or "") for source in ("sample", "vmap", "batch")]
-    why = "; ".join(f"{short(reason)} ({count})" for reason, count in found.reasons.most_common())
+    error = f"{found.worst:.0e}" + (", float32" if found.float32 else "") if found.errors else ""
     if architecture.mixes:
-        why += f"; not compared: {architecture.mixes}"
+        error = f"not compared: {architecture.mixes}"
+    why = "; ".join(f"{short(reason)} ({count})" for reason, count in found.reasons.most_common())
     why = why.replace("__", r"\_\_")  # no bold text
-    return "| " + " | ".join([architecture.name, *counts, why]) + " |"
+    return "| " + " | ".join([architecture.name, *counts, error, why]) + " |"
 
 
 def short(reason: str) -> str:

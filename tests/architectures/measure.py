@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 import ngplus
 from architectures.cases import Architecture, Case
 from helpers.steps import PAPER
-from ngplus.capture import reasons
 from ngplus.capture.sample_axis import tensors
 from ngplus.diagnostics.plan import PlanRow
 
@@ -123,8 +122,7 @@ def call(model: Any, inputs: Mapping[str, Any]) -> Any:
 
 def reason_of(note: str) -> str:
     """The reason without what differs between matrices of one model."""
-    short = reasons.without_detail(note)
-    return short if short in (reasons.VMAP_FAILED, reasons.OWN_FORWARD) else note
+    return note.partition(": ")[0] if note.startswith(("vmap", "its module has a forward")) else note
 
 
 class Float32Watch(TorchFunctionMode):

@@ -85,6 +85,41 @@ def test_a_term_that_begins_at_a_later_refresh(name: str) -> None:
     assert all(any(reason in row.note for reason in reasons) for row in weights)
 
 
+@pytest.mark.parametrize(
+    ("rows", "cols", "refreshes"),
+    [(slice(20, 30), slice(None), 1), (slice(None), slice(100, 200), 1), (slice(5), slice(80), 9)],
+    ids=["a quarter of the rows", "a quarter of the columns", "less"],
+)
+def test_a_use_of_a_part_that_begins_at_a_later_refresh(rows: slice, cols: slice, refreshes: int) -> None:
+    """The entries that are compared meet each quarter."""
+    model = wide_net()
+    model[0] = nn.Linear(6, 400)
+    model[2] = nn.Linear(400, 40)
+    optimizer = ngplus.NGPlus(model, lr=0.0, update_every=1)
+    for step in range(refreshes + 1):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss = loss_fn(model(x), y)
+        used = F.linear(torch.ones(1, 400)[:, cols], model[2].weight[rows, cols])
+        (loss + used.square().mean() * min(step, 1)).backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+        assert step or optimizer.plan()["2.weight"].source == "sample"
+    assert optimizer.plan()["2.weight"].source == "batch"
+
+
+@pytest.mark.parametrize("weight", [1e-3, 1e-5])
+def test_a_small_penalty_is_found_in_float64(weight: float) -> None:
+    model = wide_net()
+    optimizer = ngplus.NGPlus(model, **EXACT)
+    x, y = batch(0)
+    (loss_fn(model(x), y) + weight * sum(p.square().sum() for p in model.parameters())).backward()
+    with pytest.warns(UserWarning, match=MISSED):
+        optimizer.step()
+    assert {row.source for row in optimizer.plan()} == {"batch"}
+
+
 def test_a_use_by_a_function_that_begins_at_a_later_refresh() -> None:
     model = wide_net()
     optimizer = ngplus.NGPlus(model, lr=1e-3, update_every=1)

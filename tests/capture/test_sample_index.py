@@ -111,8 +111,7 @@ def test_it_is_told_of_once_and_only_where_no_layer_ever_had_such_rows(recwarn: 
 
 
 def test_rows_that_no_layer_has_are_told(recwarn: pytest.WarningsRecorder) -> None:
-    """As where batch_dim was forgotten."""
-    model, sequence = nn.Linear(3, 2), torch.tensor([0, 0, 1, 1, 1])
+    model, sequence = nn.Linear(3, 2), torch.tensor([0, 0, 1, 1])
     optimizer = ngplus.NGPlus(model, sample_index=lambda x: sequence, update_every=1)
     for _ in range(2):
         loss = model(torch.randn(1, 5, 3)).square().mean()
@@ -220,14 +219,14 @@ def test_rows_without_an_entry_are_not_taken_for_samples() -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
-def test_packed_rows_behind_a_dimension_of_one_are_not_one_sample() -> None:
+def test_packed_rows_behind_a_dimension_of_one_are_found() -> None:
     """The rows of all samples as [1, rows, features]."""
     model = nn.Linear(3, 2)
     optimizer = ngplus.NGPlus(model, sample_index=lambda x: torch.tensor([0, 0, 1, 1, 1]))
     model(torch.randn(1, 5, 3)).square().mean().backward()
-    with pytest.warns(UserWarning, match=reasons.NO_SAMPLE_INDEX):
-        optimizer.step()
-    assert optimizer.plan()[0].source == "batch"
+    optimizer.step()
+    row = optimizer.plan()[0]
+    assert (row.source, row.seen) == ("sample", (2, 3))
 
 
 @pytest.mark.parametrize("loops", [False, True])

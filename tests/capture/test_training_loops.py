@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,42 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ngplus
+from helpers.certain import assert_certain, compare
 from helpers.steps import EXACT, Model, N, data, loss_fn
 
 pytestmark = pytest.mark.usefixtures("double")
 
-Loss = Callable[[Any, list[int]], Tensor]  # of the model and the numbers of some samples: their part of the mean
 WIDTH, LENGTH, WORDS = 4, 5, 11
-
-
-def assert_certain(model: nn.Module, loss: Loss, call: nn.Module | None = None, **sources: str) -> None:
-    """Refreshes on all samples, and compares each matrix that is called per-sample with N times the gradients of the
-    parts. ``sources`` are those of some modules, "sample", "vmap" or "batch"."""
-    gradients = []
-    for i in range(N):
-        one = copy.deepcopy(model)
-        loss(one, [i]).mul(N).backward()
-        gradients.append({k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in one.named_parameters()})
-    optimizer = ngplus.NGPlus(model if call is None else call, **{**EXACT, "lr": 0.0, "solver": "dense"})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loss(model if call is None else call, list(range(N))).backward()
-        optimizer.step()
-    compare(optimizer, gradients, sources)
-
-
-def compare(optimizer: ngplus.NGPlus, gradients: Sequence[dict[str, Tensor]], sources: dict[str, str]) -> None:
-    plan = optimizer.plan()
-    for row in plan:
-        if row.source not in ("sample", "vmap"):
-            continue
-        matrix = optimizer._find_matrix(row.name)
-        stack = torch.stack([matrix.layout.join([one[name.removeprefix("_orig_mod.")] for name in matrix.names])
-                             for one in gradients])  # fmt: skip
-        wanted = torch.einsum("sgij,sgkj->gik" if row.side == "left" else "sgji,sgjk->gik", stack, stack) / N
-        torch.testing.assert_close(optimizer.curvature(row.name).matrix, wanted.squeeze(0), msg=row.name)
-    found = {row.name.removeprefix("_orig_mod.").partition(".")[0]: row.source for row in plan}
-    assert {name: found[name] for name in sources} == sources
 
 
 def words() -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 from torch.nn.utils import prune as pruning
 
 from helpers.training import Method, both, floats, train_to_zero
@@ -73,6 +74,24 @@ def test_a_replaced_parameter_is_told_once(kind: Method, recwarn: pytest.Warning
     told = [str(w.message) for w in recwarn if "were replaced after" in str(w.message)]
     assert len(told) == 1
     assert "model's 2.weight, 2.bias were replaced" in told[0]
+
+
+@both
+@pytest.mark.parametrize("before", [False, True], ids=["registered", "removed"])
+def test_a_parametrization_since_is_told_once(kind: Method, before: bool, recwarn: pytest.WarningsRecorder) -> None:
+    model = net()
+    if before:
+        parametrizations.weight_norm(model[0])
+    optimizer = kind(model, lr=0.01, update_every=2)
+    if before:
+        nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    else:
+        parametrizations.weight_norm(model[0])
+    train_to_zero(model, optimizer, floats(8, 5), range(4))
+    told = [str(w.message) for w in recwarn if "were replaced after the optimizer was created" in str(w.message)]
+    assert len(told) == 1
+    assert "The model's 0." in told[0]
+    assert "create a new optimizer" in told[0]
 
 
 def freeze(model: nn.Sequential) -> nn.Module:

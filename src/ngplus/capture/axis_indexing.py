@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ngplus.capture.axis_rules import broadcast
 from ngplus.capture.sample_axis import Location, SampleAxis, Tracker, UnknownAxis, agreed, argument, rule, tensors
 
 
@@ -38,7 +39,7 @@ def indexed(tracker: Tracker, x: Tensor, axis: Location, index: Any) -> Any:
     for i in full:
         if isinstance(i, Tensor):
             own = tracker.of(i)
-            if axis is None and isinstance(own, SampleAxis):  # a lookup
+            if _looked_up(tracker, axis) and isinstance(own, SampleAxis):
                 return replace(own, dim=own.dim + at)
             if own is not None:
                 return ...
@@ -52,6 +53,11 @@ def indexed(tracker: Tracker, x: Tensor, axis: Location, index: Any) -> Any:
         else:
             dim += 1
     return replace(axis, dim=place[axis.dim]) if isinstance(axis, SampleAxis) and axis.dim in place else ...
+
+
+def _looked_up(tracker: Tracker, axis: Location) -> bool:
+    """Has x[index] the places of the index? Rows may be looked up in others, as those of edges in those of nodes."""
+    return axis is None or (tracker.of_rows and isinstance(axis, UnknownAxis))
 
 
 def _one_row_each(tracker: Tracker, axis: Location, full: list[Any]) -> Any:
@@ -72,19 +78,15 @@ def setitem(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: 
     held, axis = tracker.of(x), tracker.of(value)
     entries = index if isinstance(index, tuple) else (index,)
     if axis is None and (isinstance(held, SampleAxis) or not any(tracker.of(i) for i in entries)):
-        return []
-    location: Location = UnknownAxis("__setitem__")
+        return held
     if isinstance(axis, SampleAxis):
         part = x[index]
         candidates = [replace(axis, dim=dim) for dim, size in enumerate(x.shape) if size == value.shape[axis.dim]]
         for own in [held] if isinstance(held, SampleAxis) else candidates if held is None else []:
             found = indexed(tracker, x, own, index)
-            if isinstance(found, SampleAxis) and found == replace(axis, dim=axis.dim + part.dim() - value.dim()):
-                location = own
-    elif isinstance(held, SampleAxis) and not any(isinstance(i, Tensor | list) for i in entries):
-        location = held  # the places of its rows stay, whatever is written to them
-    tracker.mark(x, location)
-    return []
+            if isinstance(found, SampleAxis) and found == broadcast(axis, value, part):
+                return replace(own, blank=own.blank and axis.blank)
+    return ...
 
 
 @rule("masked_select")
@@ -96,7 +98,7 @@ def masked_select(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any],
 def masked_scatter(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
     """Writes rows in their order to places that a mask gives for each sample, as the features of images to tokens."""
     axis, mask = tracker.of(args[0]), tracker.of(argument(args, kwargs, 1, "mask"))
-    return axis if isinstance(axis, SampleAxis) and axis == mask else ...
+    return axis if isinstance(axis, SampleAxis) and axis == mask and not axis.blank else ...
 
 
 @rule("index_select")
@@ -104,7 +106,7 @@ def index_select(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], 
     x, index = args[0], argument(args, kwargs, 2, "index")
     dim = argument(args, kwargs, 1, "dim") % x.dim()
     axis, own = tracker.of(x), tracker.of(index)
-    if axis is None and isinstance(own, SampleAxis):  # a lookup
+    if _looked_up(tracker, axis) and isinstance(own, SampleAxis):
         return replace(own, dim=dim)
     return axis if isinstance(axis, SampleAxis) and own is None and dim != axis.dim else ...
 
@@ -114,5 +116,5 @@ def gather(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: T
     """Picks along one dimension; in all others the places are those of the index."""
     dim = argument(args, kwargs, 1, "dim")
     dim = dim if isinstance(dim, int) else argument(args, kwargs, 2, "dim")
-    axis = agreed({each for x in tensors((args, kwargs)) if isinstance(each := tracker.of(x), SampleAxis)})
+    axis = agreed(map(tracker.of, tensors((args, kwargs))))
     return ... if axis is ... or dim is None or axis.dim == dim % out.dim() else axis

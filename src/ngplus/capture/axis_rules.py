@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ngplus.capture.sample_axis import (
     RULES,
+    Location,
     Rule,
     SampleAxis,
     Tracker,
@@ -35,34 +36,82 @@ from ngplus.capture.sample_axis import (
 
 
 @rule(
-    """abs abs_ acos alpha_dropout asin atan bernoulli bernoulli_ bfloat16 bitwise_not bool byte ceil ceil_ celu clamp
-    clamp_ clamp_max clamp_max_ clamp_min clamp_min_ clone conj contiguous cos cpu cuda data detach detach_ double
-    dropout dropout_ dropout1d dropout2d dropout3d elu elu_ empty_like erf erfc exp exp_ exp2 expm1 feature_dropout
-    fill_ float floor floor_ frac full_like gelu half hardsigmoid hardswish hardtanh hardtanh_ int isfinite isinf
-    isnan leaky_relu leaky_relu_ log log_ log1p log2 log_sigmoid logical_not logical_not_ logit long mish nan_to_num
-    nan_to_num_ neg neg_ negative normal_ ones_like pin_memory positive rand_like randint_like randn_like reciprocal
-    reciprocal_ relu relu_ relu6 requires_grad_ resolve_conj resolve_neg round round_ rrelu rsqrt rsqrt_ selu sgn
-    short sigmoid sigmoid_ sign silu sin sinh softplus softsign sqrt sqrt_ square tan tanh tanh_ tanhshrink
-    _threshold trunc uniform_ zero_ zeros_like __invert__
+    """abs abs_ acos alpha_dropout asin atan bernoulli bfloat16 bitwise_not bool byte ceil ceil_ celu clamp clamp_
+    clamp_max clamp_max_ clamp_min clamp_min_ clone conj contiguous cos cpu cuda data detach detach_ double dropout
+    dropout_ dropout1d dropout2d dropout3d elu elu_ erf erfc exp exp_ exp2 expm1 feature_dropout float floor floor_
+    frac gelu half hardsigmoid hardswish hardtanh hardtanh_ int isfinite isinf isnan leaky_relu leaky_relu_ log log_
+    log1p log2 log_sigmoid logical_not logical_not_ logit long mish nan_to_num nan_to_num_ neg neg_ negative pin_memory
+    positive reciprocal reciprocal_ relu relu_ relu6 requires_grad_ resolve_conj resolve_neg round round_ rrelu rsqrt
+    rsqrt_ selu sgn short sigmoid sigmoid_ sign silu sin sinh softplus softsign sqrt sqrt_ square tan tanh tanh_
+    tanhshrink _threshold trunc __invert__
 
-    add add_ addcdiv addcdiv_ addcmul addcmul_ atan2 bitwise_and bitwise_or bitwise_xor copy_ copysign div div_
-    divide eq float_power floor_divide fmod ge greater gt hypot isclose le lerp lerp_ less logaddexp logical_and
-    logical_or logical_xor lt masked_fill masked_fill_ maximum minimum mul mul_ multiply ne pow pow_ prelu remainder
-    rsub sub sub_ subtract true_divide where xlogy __and__ __eq__ __floordiv__ __iand__ __ior__ __or__ __rdiv__
-    __rfloordiv__ __rmod__ __rpow__ __rsub__ __xor__
+    add add_ addcdiv addcdiv_ addcmul addcmul_ atan2 bitwise_and bitwise_or bitwise_xor copysign div div_ divide eq
+    float_power floor_divide fmod ge greater gt hypot isclose le lerp lerp_ less logaddexp logical_and logical_or
+    logical_xor lt masked_fill masked_fill_ maximum minimum mul mul_ multiply ne pow pow_ prelu remainder rsub sub sub_
+    subtract true_divide where xlogy __and__ __eq__ __floordiv__ __iand__ __ior__ __or__ __rdiv__ __rfloordiv__ __rmod__
+    __rpow__ __rsub__ __xor__
 
-    batch_norm cumprod cumsum cumsum_ group_norm gumbel_softmax instance_norm layer_norm local_response_norm
-    log_softmax logcumsumexp native_layer_norm normalize rms_norm softmax softmin tril tril_ triu triu_"""
+    cumprod cumsum cumsum_ gumbel_softmax local_response_norm log_softmax logcumsumexp normalize softmax softmin tril
+    tril_ triu triu_"""
 )
 def entrywise(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
     """Functions whose entries keep their places, with broadcasting: pointwise ones, norms, cumulative sums."""
     result = next(tensors(out))
-    found = set()
-    for x in tensors((args, kwargs)):
-        axis = tracker.of(x)
-        if isinstance(axis, SampleAxis):
-            found.add(replace(axis, dim=axis.dim + result.dim() - x.dim()))
+    given = list(tensors((args, kwargs)))
+    if any(x.dim() > result.dim() for x in given):  # torch.where(mask)
+        return ...
+    found = [broadcast(tracker.of(x), x, result) for x in given]
+    axes = [(x, axis) for x, axis in zip(given, found, strict=True) if isinstance(axis, SampleAxis)]
+    if any(_crosses(x, axis, other, own, result, tracker.samples) for x, axis in axes for other, own in axes):
+        tracker.crossed = True
     return agreed(found)
+
+
+def broadcast(location: Location, x: Tensor, result: Tensor) -> Location:
+    """The location of x after x was broadcast to the shape of the result."""
+    if not isinstance(location, SampleAxis):
+        return location
+    return replace(location, dim=location.dim + result.dim() - x.dim())
+
+
+def _crosses(x: Tensor, axis: SampleAxis, other: Tensor, own: SampleAxis, result: Tensor, samples: int) -> bool:
+    """Is x, with its samples first, added to a tensor whose samples are elsewhere, and which has as many entries where
+    those of x come? So are positions [length, d] to [samples, length, d], where both sizes are the same."""
+    place = axis.dim - result.dim() + other.dim()
+    return x.dim() < other.dim() and axis.dim != own.dim and place >= 0 and other.shape[place] == samples > 1
+
+
+@rule("copy_")
+def overwritten(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    x, source = args[0], argument(args, kwargs, 1, "other", "src")
+    location = tracker.of(source)
+    return tracker.of(x) if location is None else broadcast(location, source, x)
+
+
+@rule(
+    """empty_like full_like ones_like rand_like randint_like randn_like zeros_like
+    bernoulli_ fill_ normal_ uniform_ zero_"""
+)
+def like(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    """The shape of a tensor, with other entries."""
+    axis = tracker.of(args[0])
+    return replace(axis, blank=True) if isinstance(axis, SampleAxis) else axis or ...
+
+
+@rule("batch_norm group_norm instance_norm")
+def norm_of_channels(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    """These have the samples along dimension 0. InstanceNorm gives [channels, length] a batch dimension."""
+    axis = tracker.of(args[0])
+    if axis == SampleAxis(1) and len(args[0]) == 1:
+        tracker.unbatched = True
+    return axis if isinstance(axis, SampleAxis) and axis.dim == 0 else ...
+
+
+@rule("layer_norm native_layer_norm rms_norm")
+def norm_of_features(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    x, shape = args[0], argument(args, kwargs, 1, "normalized_shape")
+    axis = tracker.of(x)
+    return axis if isinstance(axis, SampleAxis) and axis.dim < x.dim() - len(shape) else ...
 
 
 @rule("arange empty eye full new_empty new_full new_ones new_zeros ones zeros")
@@ -160,7 +209,7 @@ def cat(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tens
     parts = argument(args, kwargs, 0, "tensors")
     dim = argument(args, kwargs, 1, "dim", "axis", default=0) % out.dim()
     locations = [tracker.of(part) for part in parts]
-    axis = agreed({each for each in locations if isinstance(each, SampleAxis)})
+    axis = agreed(locations)
     if axis is ... or axis.dim != dim:
         return axis
     if axis.inner > 1 or any(each != axis for each in locations):
@@ -171,7 +220,7 @@ def cat(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tens
 @rule("stack")
 def stack(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
     parts, dim = argument(args, kwargs, 0, "tensors"), argument(args, kwargs, 1, "dim", default=0) % out.dim()
-    axis = agreed({each for part in parts if isinstance(each := tracker.of(part), SampleAxis)})
+    axis = agreed(map(tracker.of, parts))
     return axis if axis is ... else replace(axis, dim=axis.dim + (dim <= axis.dim))
 
 

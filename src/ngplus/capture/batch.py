@@ -72,37 +72,31 @@ class SampleCount:
         self._inputs_have_dimensions = _has_dimensions(inputs)
         sizes = list(self._sizes(inputs))
         self._input_sizes = Counter(size for size, _ in sizes)
-        offsets = [len(x) - 1 for x in tensors(inputs) if x.dim() == 1 and not x.is_floating_point() and len(x) > 1]
-        sizes_and_offsets = [size for size, _ in self._input_sizes.most_common()] + offsets
+        integers = [x for x in tensors(inputs) if x.dim() == 1 and not x.is_floating_point()]
+        self._offsets = [len(x) - 1 for x in integers if len(x) > 1]  # if the last one is the end, as of bags
+        sizes_and_offsets = [size for size, _ in self._input_sizes.most_common()] + self._offsets
         self.candidates = [size for size in dict.fromkeys(sizes_and_offsets) if size][:MAX_CANDIDATES]
         #: By the inputs alone: the most common size, and of several that of the tensor with the most dimensions.
         self.from_inputs = max(sizes, key=lambda s: (self._input_sizes[s[0]], s[1]))[0] if sizes else None
 
     def with_output(self, output: Any) -> int | None:
-        """Returns the number by inputs and output together; None if no tensor has the dimension, or if two numbers
-        are as likely."""
-        expected = self.from_inputs
+        """Returns the number by inputs and output together; None if it is not certain.
+
+        Inputs of one size have the samples, whatever the output is. Of several sizes it is the one that the output has,
+        too; a size of 1 is that of an input that all samples share, if there is another.
+        """
         if len(self._input_sizes) == 1:
-            return expected
-        output_sizes = [size for size, _ in self._sizes(output)]
-        for size in self._input_sizes:
-            if size in output_sizes:  # the batch is in both; masks, states and tables are not
-                return size
-        votes = Counter(self._input_sizes)
-        for size in output_sizes:
-            if not expected or size % expected:  # a multiple may have several entries a sample, as after flatten(0, 1)
-                votes[size] += 2
-        best = sorted((count for size, count in votes.items() if size != 1), reverse=True)
-        if len(best) > 1 and best[0] == best[1]:
-            return None
-        if votes:
-            return max(votes, key=lambda size: (votes[size], size == expected))
-        if self._dim and self._inputs_have_dimensions and _has_dimensions(output):
+            return self.from_inputs
+        output_sizes = {size for size, _ in self._sizes(output)}
+        none = not self._input_sizes and not output_sizes
+        if none and self._dim and self._inputs_have_dimensions and _has_dimensions(output):
             raise ValueError(
                 f"Invalid batch_dim: {self._dim} (counted from 0). No input or output of the model has more than "
                 f"{self._dim} dimensions"
             )
-        return None
+        found = output_sizes.intersection(self._input_sizes) or output_sizes.intersection(self._offsets)
+        found = found - {1} or found
+        return found.pop() if len(found) == 1 else None
 
     def _sizes(self, tree: Any) -> Iterator[tuple[int, int]]:
         """The size of the dimension, and the number of dimensions, of each tensor."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from ngplus.capture.batch import SampleCount
 from ngplus.capture.layers import Batch
 from ngplus.capture.layers.base import Build, Inputs, NotPerSample, has_own_forward
 from ngplus.capture.matrices import ParameterMatrix, Use
+from ngplus.capture.row_tracker import RowTracker, batch_of_rows
 from ngplus.capture.sample_index import Ragged
 from ngplus.capture.sample_tracker import SampleTracker
 from ngplus.fisher.factors import Factors, Segments, widen
@@ -30,22 +31,50 @@ class ForwardCall:
     def __init__(self) -> None:
         self.samples: int | None = None
         self.samples_from_inputs: int | None = None  # the same before the output is known
+        self.unclear = reasons.SAMPLE_COUNT  # why ``samples`` is None
         self.ragged: Mapping[int, Ragged] = {}  # from the user's sample_index
         self.depth = 1  # of the module whose call this is
         self.trackers: list[SampleTracker] = []  # one for each number of samples that the inputs may have
+        self.row_trackers: list[RowTracker] = []  # one for each index of sample_index
         self.no_grad_batches: dict[tuple[int, torch.Size], Batches] = {}  # of those uses, by id and shape of the output
         self.waiting: Counter[int] = Counter()  # uses whose gradients have not arrived, by id of the matrix
         self.no_grad_uses: Counter[int] = Counter()  # uses under no_grad, which reentrant checkpointing runs again
         self.retained = False  # has a backward pass retained the graph?
         self._joined_to: ForwardCall | None = None
 
+    def follow(self, model: nn.Module, inputs: Any, dim: int, sizes: Sequence[int]) -> None:
+        """Begins to follow the samples, whose number may be one of ``sizes``, or the rows of ``sample_index``."""
+        if self.ragged:
+            trackers = [RowTracker(size, inputs, dim) for size in self.ragged if size]
+            self.row_trackers = trackers if any(tracker.found for tracker in trackers) else []
+        else:
+            self.trackers = [SampleTracker(size, inputs, dim) for size in sizes]
+        for tracker in (*self.row_trackers, *self.trackers):
+            tracker.start(model)
+
+    def end(self) -> None:
+        """Ends that."""
+        for tracker in reversed((*self.row_trackers, *self.trackers)):
+            tracker.stop()
+
     def count_samples(self, count: SampleCount, output: Any) -> None:
         """Finds the number of samples, once the output is known. It is None where those that were followed through
         the model cannot be the samples of its output."""
         unbatched = any(tracker.unbatched for tracker in self.trackers)
         self.samples = 1 if unbatched else count.with_output(output)
-        if any(t.samples == self.samples and not t.may_be_those_of(output) for t in self.trackers):
-            self.samples = None
+        for tracker in self.trackers:
+            if tracker.samples != self.samples:
+                continue
+            if tracker.across:
+                self.unclear = reasons.with_detail(reasons.ACROSS, tracker.across)
+            if tracker.across or tracker.crossed or not tracker.may_be_those_of(output):
+                self.samples = None
+
+    def note_no_grad(self, use: Use, shape: torch.Size, batches: Batches) -> None:
+        """Notes the samples of a use under no_grad. Nothing tells apart two uses with outputs of one shape."""
+        before = self.no_grad_batches.setdefault((id(use), shape), batches)
+        unlike = {n: reasons.with_detail(reasons.ROWS_UNKNOWN, "after a checkpoint") for n in before}
+        self.no_grad_batches[id(use), shape] = before if before == batches else unlike
 
     def unfinished(self, matrix: ParameterMatrix) -> bool:
         return self.waiting[id(matrix)] + self.no_grad_uses[id(matrix)] > 0
@@ -57,6 +86,8 @@ class ForwardCall:
         """
         if dim is None or given:
             return {n: Batch(dim, n, self.ragged) for n in {None, self.samples, *(t.samples for t in self.trackers)}}
+        if self.ragged and self.row_trackers and not (0 in self.ragged and x.numel() == 0):
+            return {self.samples: batch_of_rows(x, self.row_trackers, self.samples, self.ragged)}
         if self.ragged:
             if any(x.shape[d] in self.ragged for d in {0, 1, dim} if d < x.dim()):
                 return {self.samples: Batch(dim, self.samples, self.ragged)}
@@ -172,7 +203,7 @@ class PendingGradient:
 
     def _batch(self) -> Batch:
         """The samples of the output. Raises NotPerSample if they are not known."""
-        found = self._batches.get(self.call.samples, reasons.SAMPLE_COUNT)
+        found = self._batches.get(self.call.samples, self.call.unclear)
         if isinstance(found, str):
             raise NotPerSample(found)
         return replace(found, memory=self.use.matrix.refresh_memory)

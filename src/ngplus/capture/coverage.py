@@ -4,8 +4,8 @@ A difference comes from a use outside of the watched modules: ``F.linear(x, embe
 weights, a double backward. The matrix then gets mini-batch curvature.
 
 The gradient is that of this rank, before ranks average it: a hook on the parameter reads what each backward pass adds.
-The first check of a matrix compares all entries. A later one compares a random block of up to 4 rows and 4 columns, and
-one of a module with its own forward all entries again.
+The first check of a matrix compares all entries. A later one compares up to 4 rows and 4 columns, evenly spaced from a
+random place on, and one of a module under vmap or with its own forward all entries again.
 """
 
 from __future__ import annotations
@@ -160,12 +160,15 @@ class _Difference:
     def __init__(self, matrix: ParameterMatrix, numbers: random.Random) -> None:
         self._matrix, self.layout = matrix, matrix.layout
         layout = self.layout
-        self.whole = not matrix.checked or matrix.own_forward or layout.rows * layout.cols <= SMALL
+        small = layout.rows * layout.cols <= SMALL
+        # The sum of G_i under vmap is computed as a whole.
+        self.whole = not matrix.checked or matrix.own_forward or small or matrix.source == "vmap"
         self._rows = self._cols = slice(None)
         if not self.whole:
             if matrix.lookup != "only":
-                self._rows = _run(layout.rows, 1, numbers)
-            self._cols = _run(layout.widths[0], layout.places, numbers)
+                self._rows = _spread(layout.rows, numbers)
+            width = layout.widths[0]
+            self._cols = _run(width, layout.places, numbers) if layout.places > 1 else _spread(width, numbers)
         shape = layout.rows, layout.cols if self.whole else layout.widths[0]
         lengths = [len(range(*own.indices(size))) for own, size in zip((self._rows, self._cols), shape, strict=True)]
         self._values = torch.zeros(
@@ -205,12 +208,20 @@ class _Difference:
 
     def exceeds(self, length: Tensor) -> Tensor:
         """A flag: the difference is more than rounding. ``length`` is sqrt(N sum_i |G_i|^2) of the whole matrix."""
-        tolerance = 5e-2 if self._half_precision else 1e-3
+        tolerance = 5e-2 if self._half_precision else 1e-7 if self._values.dtype == torch.float64 else 1e-3
         if self.whole:  # a forward that does not use the bias adds to the weight alone
             parts = [self._values[:, :, self.layout.columns(part)] for part in self.parts]
             return torch.stack([torch.linalg.vector_norm(part) for part in parts]).norm() > tolerance * length
         own = (self._samples * torch.as_tensor(self._squares)).sqrt()
         return torch.linalg.vector_norm(self._values) > tolerance * (own + 1e-3 * length)
+
+
+def _spread(size: int, numbers: random.Random) -> slice:
+    """Up to ``BLOCK`` entries of ``size``, evenly spaced from a random place on, so that they meet each quarter."""
+    step = max(1, size // BLOCK)
+    last = (min(size, BLOCK) - 1) * step
+    start = numbers.randrange(size - last)
+    return slice(start, start + last + 1, step)
 
 
 def _run(size: int, unit: int, numbers: random.Random) -> slice:

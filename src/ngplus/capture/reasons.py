@@ -49,6 +49,7 @@ VMAP_NO_BATCH = "no input of its module has the batch dimension of its output"
 
 # Which row is of which sample.
 SAMPLE_COUNT = "the number of samples of the model's inputs is not clear"
+ACROSS = "a layer of the model runs over the dimension of the samples"
 ROWS_UNKNOWN = "the samples of its input are not known"
 SHARED_INPUT = "its input is the same for all samples, or was not made by torch functions"
 SHARED_INDEX = "its index has no batch dimension"

@@ -195,10 +195,9 @@ class Recorder:
             call.samples = next(iter(ragged.values())).samples
         elif self._sample_index.given and not whole:
             self._sample_index.note_part(self._model())
-        elif self.listening() and dim is not None:
-            call.trackers = [SampleTracker(size, (args, kwargs), dim) for size in self._sample_count.candidates]
-            for tracker in call.trackers:
-                tracker.start(model)
+            return
+        if self.listening() and dim is not None:
+            call.follow(model, (args, kwargs), dim, self._sample_count.candidates)
 
     def _begin_training_call(self) -> None:
         """Parameters may have been frozen, unfrozen or cast since the last call."""
@@ -225,8 +224,8 @@ class Recorder:
 
     def _end_call(self) -> ForwardCall | None:
         call, self._call = self._call, None
-        for tracker in reversed(call.trackers) if call is not None else ():
-            tracker.stop()
+        if call is not None:
+            call.end()
         return call
 
     def _new_call(self) -> ForwardCall:
@@ -275,17 +274,18 @@ class Recorder:
         """Remembers the samples of a use under no_grad, which reentrant checkpointing runs again in backward."""
         call = self._call
         if call is not None and call.no_grad_uses[id(use.matrix)] and isinstance(output, Tensor):
-            call.no_grad_batches[id(use), output.shape] = self._batches(use, call, output)
+            call.note_no_grad(use, output.shape, self._batches(use, call, output))
 
     @property
     def trackers(self) -> list[SampleTracker]:
         """Those of the call in progress."""
-        return [] if self._call is None else self._call.trackers
+        return [] if self._call is None else [*self._call.row_trackers, *self._call.trackers]
 
     def _batches(self, use: Use, call: ForwardCall, x: Tensor) -> Batches:
         """The samples of x, an output of the module or a tensor like it, for each number of samples."""
         dim, given = self._dims.get(use.module, 0), use.module in self._given_dims
-        if call is self._call or given or dim is None or call.ragged or call.samples == 0:
+        by_length = call.ragged and not call.row_trackers
+        if call is self._call or given or dim is None or by_length or call.samples == 0:
             return call.batches_of(x, dim, given)
         return call.no_grad_batches.get((id(use), x.shape), {None: reasons.OUTSIDE})
 

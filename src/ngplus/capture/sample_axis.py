@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -14,21 +14,24 @@ class SampleAxis:
     """Samples lie along dimension ``dim``, which has ``outer * samples * inner`` entries: entry i is of the sample
     (i // inner) % samples.
 
-    ``inner`` is above 1 after [samples, positions] was flattened, ``outer`` after [positions, samples] was.
+    ``inner`` is above 1 after [samples, positions] was flattened, ``outer`` after [positions, samples] was. ``blank``:
+    the entries do not depend on the samples, only the shape does, as that of ``zeros_like(x)``.
     """
 
     dim: int
     outer: int = 1
     inner: int = 1
+    blank: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
 class UnknownAxis:
     """Depends on the samples, but it is not known which entries are of which. ``function`` is where that began.
-    ``chosen`` says that all it did was to choose rows by a mask."""
+    ``chosen``: all it did was to choose rows by a mask. ``moved``: it may have put rows into another order."""
 
     function: str
     chosen: bool = False
+    moved: bool = False
 
 
 Location = SampleAxis | UnknownAxis | None  # None: does not depend on the samples
@@ -36,7 +39,10 @@ Location = SampleAxis | UnknownAxis | None  # None: does not depend on the sampl
 
 class Tracker(Protocol):
     samples: int
-    unbatched: bool
+    of_rows: bool  # does it follow rows, of which several are of one sample?
+    unbatched: bool  # is the input one sample without a batch dimension?
+    across: str  # a function that runs over the dimension of the samples, as attention does over positions; "" for none
+    crossed: bool  # have two tensors been added whose samples lie along different dimensions?
 
     def of(self, x: Any) -> Location:
         """Returns where the samples of a tensor are."""
@@ -83,6 +89,12 @@ def argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, *names:
     return args[place] if len(args) > place else default
 
 
-def agreed(found: set[SampleAxis]) -> Any:
-    """Returns the axis, if there is one and no other."""
-    return found.pop() if len(found) == 1 else ...
+def agreed(found: Iterable[Location]) -> Any:
+    """Returns the axis on which these locations agree, if there is one. Rows that are not known keep the places of
+    known rows to which they are added, but not those of blank ones."""
+    each = [location for location in found if location is not None]
+    axes = [axis for axis in each if isinstance(axis, SampleAxis)]
+    blank = all(axis.blank for axis in axes)
+    if not axes or set(axes) != {axes[0]} or (blank and len(axes) < len(each)):
+        return ...
+    return replace(axes[0], blank=blank)

@@ -10,6 +10,7 @@ samples.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -35,20 +36,24 @@ class SampleTracker(TorchFunctionMode):
         dim: the dimension of the samples in the inputs.
     """
 
+    of_rows = False
+
     def __init__(self, samples: int, inputs: Any, dim: int) -> None:
         super().__init__()
         self.samples, self.active, self._dim = samples, True, dim
         self._frame: FrameType | None = None  # of the call of the model
-        self.unbatched = False  # is the input one sample without a batch dimension?
+        self.unbatched = self.crossed = False
+        self.across = ""
         self._locations: Any = WeakTensorKeyDictionary()
         for x in tensors(inputs):
-            if x.is_nested:
-                continue
-            size = x.shape[dim] if x.dim() > dim else 1
-            if size == samples:
-                self._locations[x] = SampleAxis(dim)
-            elif size != 1:
-                self._locations[x] = UnknownAxis("the inputs of the model")
+            if not x.is_nested and (location := self._of_input(x)) is not None:
+                self._locations[x] = location
+
+    def _of_input(self, x: Tensor) -> Location:
+        size = x.shape[self._dim] if x.dim() > self._dim else 1
+        if size == self.samples:
+            return SampleAxis(self._dim)
+        return None if size == 1 else UnknownAxis("the inputs of the model")
 
     def start(self, model: nn.Module) -> None:
         """Begins to follow the functions that this thread calls. Call this in a forward pre-hook of the model."""
@@ -122,32 +127,37 @@ class SampleTracker(TorchFunctionMode):
         if isinstance(location, SampleAxis):
             return True
         if x.numel() == 1:  # a loss
-            return not isinstance(location, UnknownAxis) or location.function not in _SUMS_OF_ROWS
+            return not isinstance(location, UnknownAxis) or location.function not in SUMS_OF_ROWS
         chosen = isinstance(location, UnknownAxis) and location.chosen  # as the outputs at masked tokens
-        return chosen or any(size % self.samples == 0 for size in x.shape[: max(2, self._dim + 1)])
+        return chosen or self.samples in x.shape[: max(2, self._dim + 1)]
 
     def _follow(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
         given = [location for x in tensors((args, kwargs)) if (location := self.of(x)) is not None]
         if not given:
             return
-        base = args[0]._base if _in_place(name) and isinstance(args[0], Tensor) else None
-        if base is not None and self.of(base) is None:
-            self.mark(base, UnknownAxis(name))
-        began = [each for each in given if isinstance(each, UnknownAxis)] or [UnknownAxis(name)]
-        unknown = next((each for each in began if each.function in _SUMS_OF_ROWS), began[0])
-        if name in _SUMS_OF_ROWS:
-            unknown = UnknownAxis(name)
-        rule = RULES.get(name)
-        if rule not in (axis_rules.entrywise, axis_layers.linear):
-            unknown = replace(unknown, chosen=False)
+        unknown, rule = self._unknown(name, given), RULES.get(name)
         try:
             found = unknown if rule is None else rule(self, args, kwargs, out)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # arguments that the rule does not expect
             found = unknown
-        results = list(tensors(out))
+        results = [args[0]] if name == "__setitem__" else list(tensors(out))
         each = found if isinstance(found, list) else [found] * len(results)
         for x, location in zip(results, each, strict=True):
             self.mark(x, unknown if location is ... or not self._fits(x, location) else location)
+        base = args[0]._base if _in_place(name) and isinstance(args[0], Tensor) else None
+        if base is not None:  # a part of it was written to
+            held = self.of(base)
+            kept = isinstance(held, SampleAxis) and not held.blank and not isinstance(self.of(args[0]), UnknownAxis)
+            self.mark(base, held if kept else unknown)
+
+    def _unknown(self, name: str, given: Sequence[Location]) -> UnknownAxis:
+        """The location of a result of which it is not known, from those of the arguments."""
+        if name in SUMS_OF_ROWS:
+            return UnknownAxis(name)
+        began = [each for each in given if isinstance(each, UnknownAxis)] or [UnknownAxis(name)]
+        unknown = next((each for each in began if each.function in SUMS_OF_ROWS), began[0])
+        keeps = RULES.get(name) in (axis_rules.entrywise, axis_layers.linear)
+        return unknown if keeps else replace(unknown, chosen=False)
 
     def _fits(self, x: Tensor, location: Location) -> bool:
         if not isinstance(location, SampleAxis):
@@ -156,7 +166,7 @@ class SampleTracker(TorchFunctionMode):
         return 0 <= location.dim < x.dim() and x.shape[location.dim] == size
 
 
-_SUMS_OF_ROWS = {
+SUMS_OF_ROWS = {
     f"{name}{end}"
     for name in ("index_add", "index_reduce", "put", "scatter_add", "scatter_reduce", "segment_reduce")
     for end in ("", "_")

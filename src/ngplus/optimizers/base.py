@@ -304,7 +304,8 @@ class BaseOptimizer(MatrixOptimizer):
         now = dict(self._model.named_parameters(remove_duplicate=False))
         present = set(now.values()).union(*(m.params for m in self._matrices if m.managed))
         gone = [name for param, name in self._names.items() if param.requires_grad and param not in present]
-        replaced = [name for name in gone if name in now and now[name].requires_grad and now[name] not in self._names]
+        new = {_owner(name) for name, param in now.items() if param.requires_grad and param not in self._names}
+        replaced = [name for name in gone if _owner(name) in new]
         if replaced:
             self._warned_of_replaced = True
             warn(
@@ -339,6 +340,12 @@ def _some(names: Sequence[str]) -> str:
 def _common(group: Sequence[ParameterMatrix], reason: str) -> str:
     """The reason of these matrices, with its detail if all have the same."""
     return group[0].note if len({matrix.note for matrix in group}) == 1 else reason
+
+
+def _owner(name: str) -> str:
+    """The module of a parameter, by its name; that of the weight for those of a parametrization."""
+    module, parametrized, _ = name.partition(".parametrizations.")
+    return module if parametrized else name.rpartition(".")[0]
 
 
 def is_zero(lr: float | Tensor) -> bool:

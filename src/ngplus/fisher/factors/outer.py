@@ -153,12 +153,11 @@ class SomeRows:
         return torch.nn.functional.pad(self._values[:, samples], (self._start, self._end))
 
     def columns(self, cols: slice, samples: slice) -> Tensor:
-        first, last, _ = cols.indices(self.shape[-1])
-        start = min(max(first - self._start, 0), self._values.shape[-1])
-        stop = min(max(last - self._start, start), self._values.shape[-1])
-        found = self._values[:, samples, :, start:stop]
-        before = min(max(self._start - first, 0), last - first)
-        return torch.nn.functional.pad(found, (before, last - first - before - found.shape[-1]))
+        wanted = range(*cols.indices(self.shape[-1]))
+        own = [i - self._start for i in wanted if 0 <= i - self._start < self._values.shape[-1]]
+        found = self._values[:, samples, :, own]
+        before = sum(i < self._start for i in wanted)
+        return torch.nn.functional.pad(found, (before, len(wanted) - before - len(own)))
 
 
 def outer_costs(kappa: int, d: int, other: int, block: int, gram: float | None = None) -> dict[str, float]:
