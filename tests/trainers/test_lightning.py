@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import ngplus
 from helpers import reference
-from helpers.project import ROOT, block_of
+from helpers.project import block_of
 from helpers.training import flat
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning")

@@ -55,8 +55,8 @@ DIAGONAL_ABOVE, DIAGONAL_RATIO = 640, 5  # a side above 640 that is at least 5 t
 
 
 def block_size(length: int, other: int, unit: int = 1) -> int:
-    """Rows of a block of a side. Blocks of a convolution's inputs hold whole channels of ``unit`` columns. Queries, keys
-    and values that are one matrix have the blocks of three matrices, or others that do not cut across them."""
+    """Rows of a block of a side. Blocks of a convolution's inputs hold whole channels of ``unit`` columns. Queries,
+    keys and values that are one matrix have the blocks of three matrices, or others that do not cut across them."""
     if length <= WHOLE:
         return length
     if has_diagonal(length, other):
