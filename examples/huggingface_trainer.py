@@ -27,15 +27,11 @@ class Counting(Dataset[dict[str, Tensor]]):
 
 
 class NGAdamTrainer(Trainer):
-    """Way one: a subclass that makes the optimizer. The Trainer adds the schedule that its
-    arguments ask for."""
+    """The Trainer makes the optimizer, as it has to with FSDP."""
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        self.optimizer = ngplus.NGAdam(
-            self.model,
-            lr=self.args.learning_rate,
-            weight_decay=self.args.weight_decay,
-        )
+        groups = ngplus.decay_groups(self.model, self.args.weight_decay)
+        self.optimizer = ngplus.NGAdam(groups, lr=self.args.learning_rate, model=self.model)
         return self.optimizer
 
 
@@ -52,20 +48,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, per_device_train_batch_size=16, max_steps=60, save_steps=30,
-            logging_steps=15, learning_rate=1e-2, lr_scheduler_type="cosine", report_to=[],
-            disable_tqdm=True, use_cpu=True,
+            logging_steps=15, learning_rate=1e-2, weight_decay=0.01,
+            lr_scheduler_type="cosine", report_to=[], disable_tqdm=True, use_cpu=True,
         )  # fmt: skip
-        trainer = NGAdamTrainer(small_gpt(), arguments, train_dataset=Counting())
-        trainer.train()
-
-        # Way two: optimizer and schedule as an argument, here from the first one's checkpoint.
         model = small_gpt()
-        optimizer = ngplus.NGAdam(model, lr=1e-2)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=60)
-        made = (optimizer, schedule)
-        again = Trainer(model, arguments, train_dataset=Counting(), optimizers=made)
+        optimizer = ngplus.NGAdam(ngplus.decay_groups(model, 0.01), lr=1e-2, model=model)
+        # None: the Trainer makes the schedule that its arguments ask for
+        trainer = Trainer(
+            model, arguments, train_dataset=Counting(), optimizers=(optimizer, None)
+        )
+        trainer.train()
+        print(optimizer.health())
+
+        again = NGAdamTrainer(small_gpt(), arguments, train_dataset=Counting())
         again.train(resume_from_checkpoint=f"{folder}/checkpoint-30")
-    print(f"steps of the optimizer: {optimizer.param_groups[0]['step']}")
+        inner = again.optimizer.optimizer  # inside of Accelerate's wrapper
+        print(f"steps after the resumed training: {inner.param_groups[0]['step']}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 
 import ngplus
 from distributed import cases
@@ -26,15 +26,19 @@ class Case:
     mesh: tuple[int, int] | None = None
     unequal: bool = False
     accumulate: bool = False
+    offload: bool = False
 
     def __str__(self) -> str:
-        marks = [name for name in ("unequal", "accumulate") if getattr(self, name)]
+        marks = [name for name in ("unequal", "accumulate", "offload") if getattr(self, name)]
         return "-".join([self.options, *(["hsdp"] if self.mesh else []), *marks])
 
 
 def train(rank: int, world: int, case: Case) -> list[Any]:
     dtype = cases.precision(case.options)
-    net = cases.sharded(cases.convolutions(dtype), case.mesh)
+    plain = cases.convolutions(dtype)
+    net: Any = cases.sharded(plain, case.mesh) if not case.offload else plain
+    if case.offload:
+        fully_shard(net, offload_policy=CPUOffloadPolicy(pin_memory=False))
     optimizer = cases.optimizer_of(net, case.options)
     for step in range(cases.STEPS):
         x, y = cases.batch(step, dtype)
@@ -58,6 +62,7 @@ def assert_like_one_process(found: list[list[Any]], options: str) -> None:
 
 CASES = [Case(name) for name in cases.OPTIONS]
 CASES += [Case("sample", unequal=True), Case("sample", accumulate=True)]
+CASES += [Case("sample", offload=True), Case("ngadam", offload=True)]
 CASES += [Case("ngadam blocks"), Case("ngadam", unequal=True), Case("ngadam", accumulate=True)]
 
 

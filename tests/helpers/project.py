@@ -18,3 +18,9 @@ def load_tool(name: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def block_of(page: str, beginning: str) -> str:
+    """The Python block of a page in docs/ that begins so."""
+    blocks = (ROOT / "docs" / page).read_text().split("```python\n")
+    return next(block for block in blocks if block.startswith(beginning)).partition("```")[0]

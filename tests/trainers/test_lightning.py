@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import ngplus
 from helpers import reference
-from helpers.project import ROOT
+from helpers.project import block_of
 from helpers.training import flat
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning")
@@ -110,10 +110,8 @@ def test_bfloat16_autocast(tmp_path: Path) -> None:
 
 def test_the_recipe_for_logging_logs(tmp_path: Path) -> None:
     """The method on the page of recipes, which logs in step 100."""
-    page = (ROOT / "docs" / "recipes.md").read_text()
-    method = next(block for block in page.split("```python\n") if block.startswith("def on_train_batch_end"))
     names: dict[str, Any] = {}
-    exec(method.partition("```")[0], names)
+    exec(block_of("recipes.md", "def on_train_batch_end"), names)
     logged = type("Logged", (Classifier,), {"on_train_batch_end": names["on_train_batch_end"]})
     trainer = lightning.Trainer(
         max_steps=100, accelerator="cpu", logger=CSVLogger(tmp_path), log_every_n_steps=1, enable_progress_bar=False,

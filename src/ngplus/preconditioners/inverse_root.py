@@ -55,16 +55,16 @@ DIAGONAL_ABOVE, DIAGONAL_RATIO = 640, 5  # a side above 640 that is at least 5 t
 
 
 def block_size(length: int, other: int, unit: int = 1) -> int:
-    """Rows of a block of a side. Blocks of a convolution's inputs hold whole channels of ``unit`` columns. No block has
-    rows of two of the queries, keys and values, where these are one matrix."""
+    """Rows of a block of a side. Blocks of a convolution's inputs hold whole channels of ``unit`` columns. Queries,
+    keys and values that are one matrix have the blocks of three matrices, or others that do not cut across them."""
     if length <= WHOLE:
         return length
     if has_diagonal(length, other):
         return 1
     if length == 3 * other and unit == 1:
-        parts = next(k for k in range(ceil(other / WHOLE), other + 1) if other % k == 0)
-        if other // parts >= SMALLEST_PART:
-            return other // parts
+        rows = next(rows for rows in (block_size(other, other), *range(WHOLE, 0, -1)) if other % rows == 0)
+        if rows >= SMALLEST_PART:
+            return rows
     units = length // unit
     blocks = ceil(units / max(1, (BLOCK if unit == 1 else KERNEL_BLOCK) // unit))
     return unit * ceil(units / blocks)
