@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -114,3 +115,20 @@ def test_an_eigendecomposition_that_fails_in_float32(monkeypatch: pytest.MonkeyP
     assert (found.retried, found.plain) == (3, 0)
     for name in ("0.weight", "6.weight"):  # small matrices, whose roots float32 finds as well
         torch.testing.assert_close(model.get_parameter(name), other.get_parameter(name), rtol=0, atol=1e-5)
+
+
+def test_an_eigendecomposition_that_is_not_finite(monkeypatch: pytest.MonkeyPatch, looks: bool) -> None:
+    """As MKL's in float32 of some matrices of low rank, without an error: float64 takes its place as well."""
+    if not looks:
+        pytest.skip("of the host")
+    original = torch.linalg.eigh
+
+    def eigh(x: Tensor) -> Any:
+        values, vectors = original(x)
+        return (values, vectors) if x.dtype == torch.float64 else (values * math.nan, vectors * math.nan)
+
+    monkeypatch.setattr(torch.linalg, "eigh", eigh)
+    model = net()
+    with pytest.warns(ngplus.HealthWarning, match="did not factorise at once"):
+        found = health_after_training(model, NGAdam(model, lr=1e-3, update_every=2))
+    assert (found.retried, found.plain, found.steps) == (3, 0, 0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ngplus.fisher.factors import wide
 from ngplus.fisher.sketch import Sketch
-from ngplus.utils.finite import RefreshStatus
+from ngplus.utils.finite import RefreshStatus, read_if_on_host
 
 # Damping grows by this factor, this often, before a matrix that will not factorise is handed to float64.
 GROWTH, RETRIES = 10.0, 4
@@ -117,12 +117,14 @@ def inverse_root(matrix: Tensor, damping: Tensor, status: RefreshStatus | None =
     for i, dtype in enumerate(attempts, 1):
         try:
             values, vectors = torch.linalg.eigh(matrix.to(dtype))
+            converged = read_if_on_host(values.isfinite().all()) is not False  # MKL may return NaN and no error
         except RuntimeError:  # LinAlgError
-            if status is not None:
-                status.add("retried" if i < len(attempts) else "plain", torch.ones((), dtype=torch.bool))
-            continue
-        scaled = vectors * (values.clamp_min(0).unsqueeze(-2) + damping).rsqrt()
-        return (scaled @ vectors.mT).to(matrix.dtype)
+            converged = False
+        if converged:
+            scaled = vectors * (values.clamp_min(0).unsqueeze(-2) + damping).rsqrt()
+            return (scaled @ vectors.mT).to(matrix.dtype)
+        if status is not None:
+            status.add("retried" if i < len(attempts) else "plain", torch.ones((), dtype=torch.bool))
     return torch.diag_embed((matrix.diagonal(dim1=-2, dim2=-1).clamp_min(0) + damping[..., 0]).rsqrt())
 
 
