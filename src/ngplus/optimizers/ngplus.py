@@ -103,7 +103,9 @@ class NGPlus(BaseOptimizer):
         solver (str): ``"dense"`` (Cholesky), ``"woodbury"``, ``"sketched"`` (sketched least squares), or ``"auto"``,
             the cheaper one of ``"dense"`` and ``"woodbury"`` for each layer; on several ranks, ``"dense"``. Woodbury
             and sketched need ``curvature="sample"`` (default: ``"auto"``).
-        block_size (int): p of the block-diagonal form; None is one block (default: 128).
+        block_size (int): p of the block-diagonal form; None is one block. R has columns in blocks, so that it cuts
+            across no queries, keys and values of a packed projection; for L, take a divisor of the width
+            (default: 128).
         sketch (int or dict): q of the sketched product, or a dict of ``size``, ``kind`` ("uniform", "gaussian",
             "countsketch", "srht") and ``replacement`` (of "uniform"). With ``solver="sketched"`` it is the sketch of
             the least-squares problem, by default of twice as many rows as unknowns (default: None).
@@ -130,6 +132,13 @@ class NGPlus(BaseOptimizer):
             matrix and sends the inverse to all at a refresh; steps send nothing. ``"memory"``: one rank stores the
             curvature of a matrix and sends its direction in every step. Of sharded parameters and sparse gradients the
             form is fixed (default: ``"communication"``).
+
+    References:
+        Yang, Xu, Cui, Wen, Xu: [NG+: A Multi-Step Matrix-Product Natural Gradient Method for Deep
+        Learning](https://arxiv.org/abs/2106.07454) (2021).
+
+        The same: An Efficient Fisher Matrix Approximation Method for Large-Scale Neural Network Optimization, IEEE
+        Transactions on Pattern Analysis and Machine Intelligence (2022), the journal version.
     """
 
     _hinted = False  # has the hint been given that the module would bring per-sample curvature?
