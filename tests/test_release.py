@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import importlib.util
 import re
 import subprocess
@@ -24,6 +25,15 @@ def test_the_wheel_works_in_an_empty_environment(tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "ngplus/py.typed" in names
     assert not [name for name in names if not name.startswith("ngplus")]  # no tests, no tools
+    (metadata,) = (email.message_from_bytes(zipfile.ZipFile(wheel).read(n)) for n in names if n.endswith("/METADATA"))
+    assert (metadata["Name"], metadata["Version"]) == ("ngplus", ngplus.__version__)
+    assert (metadata["Requires-Python"], metadata["License-Expression"]) == (">=3.10", "MIT")
+    assert [need for need in metadata.get_all("Requires-Dist") if "extra ==" not in need] == ["torch>=2.6"]
+    assert {url.partition(",")[0] for url in metadata.get_all("Project-URL")} >= {"Homepage", "Issues", "Paper"}
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    links = re.findall(r'\]\(([^)]+)\)|src(?:set)?="([^"]+)"', metadata.get_payload())
+    assert len(links) > 20
+    assert all("".join(link).startswith("https://") for link in links)  # the page on PyPI is not in the repository
     check = [sys.executable, str(ROOT / "tools" / "check_release.py"), str(wheel), "--tests"]
     done = subprocess.run([*check, str(ROOT / "tests" / "fisher" / "test_inverses.py")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

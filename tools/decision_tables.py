@@ -46,6 +46,13 @@ def screening() -> list[tuple[str, str, float]]:
     return [(row["label"], " ".join(row["set"]), row["final"]) for row in read("screening.jsonl")]
 
 
+def ideas() -> list[tuple[str, str, int | None, float, float]]:
+    """Changes of NGAdam on whole runs: idea, task, width of the model where it is not the preset's, rate and final
+    measure."""
+    rows = read("ideas.jsonl")
+    return [(row["idea"], row["workload"], row.get("width"), row["lr"], row["final"]) for row in rows]
+
+
 def defaults() -> list[tuple[str, str, str, list[float | None], list[int | None]]]:
     """Runs with options of NGPlus and others: task, optimizer, options, final measures and steps to the target."""
     groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
@@ -63,6 +70,9 @@ def main() -> None:
     print("\nVariants of NGAdam: loss on shakespeare\n")
     for label, options, final in screening():
         print(f"| {label} | {options} | {final:.4g} |")
+    print("\nIdeas for NGAdam: measure at the end\n")
+    for idea, task, width, lr, final in ideas():
+        print(f"| {idea} | {task}{f', width {width}' if width else ''} | lr {lr:g} | {final:.4g} |")
     print("\nOptions of NGPlus: measure at the end; steps to the target\n")
     for task, optimizer, options, finals, steps in defaults():
         print(f"| {task} | {optimizer} {options} | {finals} | {steps} |")

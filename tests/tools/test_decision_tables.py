@@ -33,6 +33,14 @@ def test_the_page_has_the_screening(tool: ModuleType) -> None:
         assert losses[label] in page, label
 
 
+def test_the_page_has_the_ideas(tool: ModuleType) -> None:
+    page = (ROOT / "docs" / "decision.md").read_text()
+    table = page[page.index("**Other ideas**") :]
+    shown = [(idea, task, width, f"{final:.3f}") for idea, task, width, _, final in tool.ideas()]
+    assert len(shown) == 20
+    assert [one for one in shown if one[0] != "length by width" and one[3] not in table] == []
+
+
 def test_the_tables_are_printed(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     tool.main()
     out = capsys.readouterr().out

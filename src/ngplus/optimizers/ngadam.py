@@ -98,6 +98,15 @@ class NGAdam(BaseOptimizer):
         distribution (str): how ranks share the work on replicated parameters. ``"communication"``: every rank computes
             all matrices, and sends nothing. ``"memory"``: one rank stores the state of a matrix and sends its
             direction in every step. Sharded parameters have a fixed form (default: ``"communication"``).
+
+    References:
+        Gupta, Koren, Singer: [Shampoo: Preconditioned Stochastic Tensor Optimization](https://arxiv.org/abs/1802.09568)
+        (2018).
+
+        Vyas et al.: [SOAP: Improving and Stabilizing Shampoo using Adam](https://arxiv.org/abs/2409.11321) (2024).
+
+        Shazeer, Stern: [Adafactor: Adaptive Learning Rates with Sublinear Memory
+        Cost](https://arxiv.org/abs/1804.04235) (2018).
     """
 
     _identifying_options = ("lr", "betas", "update_every", "step")

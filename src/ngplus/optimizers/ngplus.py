@@ -132,6 +132,13 @@ class NGPlus(BaseOptimizer):
             ``"gaussian"``, ``"countsketch"``, ``"srht"``) and ``replacement`` (of ``"uniform"``). With
             ``solver="sketched"``, of the least-squares problem, by default twice the number of its unknowns
             (default: None).
+
+    References:
+        Yang, Xu, Cui, Wen, Xu: [NG+: A Multi-Step Matrix-Product Natural Gradient Method for Deep
+        Learning](https://arxiv.org/abs/2106.07454) (2021).
+
+        The same: An Efficient Fisher Matrix Approximation Method for Large-Scale Neural Network Optimization, IEEE
+        Transactions on Pattern Analysis and Machine Intelligence (2022), the journal version.
     """
 
     _hinted = False  # has the hint been given that the module would bring per-sample curvature?
