@@ -41,6 +41,8 @@ def indexed(tracker: Tracker, x: Tensor, axis: Location, index: Any) -> Any:
             own = tracker.of(i)
             if _looked_up(tracker, axis) and isinstance(own, SampleAxis):
                 return replace(own, dim=own.dim + at)
+            if isinstance(own, UnknownAxis):  # rows of x, whatever made the index
+                return replace(own, function="an index", chosen=False)
             if own is not None:
                 return ...
             dim, at = dim + 1, at + i.dim()

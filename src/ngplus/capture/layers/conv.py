@@ -73,10 +73,12 @@ class Patches:
         return out.flatten(2, 3).flatten(3).mT
 
     def columns(self, cols: slice, samples: slice) -> Tensor:
-        """Returns these columns of the patches: those of whole channels, or a part of one's."""
+        """Returns these columns of the patches: those of whole channels, or a part of one's. Only kernels of one number
+        have columns with a step."""
         part, kernel = copy.copy(self), _prod(self._kernel)
         first, last = cols.start // kernel, (cols.stop - 1) // kernel
-        part._x = self._x[samples].unflatten(2, (self._groups, -1))[:, :, :, first : last + 1].flatten(2, 3)
+        channels = slice(first, last + 1, cols.step if kernel == 1 else None)
+        part._x = self._x[samples].unflatten(2, (self._groups, -1))[:, :, :, channels].flatten(2, 3)
         start = cols.start % kernel
         which = slice(start, start + cols.stop - cols.start) if first == last else slice(None)
         return part._patches(part._padded(slice(None)), which)
