@@ -129,6 +129,6 @@ def test_an_eigendecomposition_that_is_not_finite(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch.linalg, "eigh", eigh)
     model = net()
-    with pytest.warns(ngplus.HealthWarning, match="did not factorise at once"):
+    with pytest.warns(ngplus.HealthWarning, match="could not be factorised at the first attempt"):
         found = health_after_training(model, NGAdam(model, lr=1e-3, update_every=2))
     assert (found.retried, found.plain, found.steps) == (3, 0, 0)

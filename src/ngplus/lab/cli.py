@@ -39,7 +39,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "figure": ("figure", "Make a figure of the paper's theory from new experiments."),
     "claims": (
         "claims",
-        "Compare the numbers of the paper's Section 5 with runs: reproduced, not reproduced, or not runnable here.",
+        "Compare the numbers of the paper's Section 5 with runs: reproduced, level, not reproduced, or not runnable "
+        "here.",
     ),
 }
 

@@ -182,7 +182,8 @@ def differing(runs: Sequence[Run]) -> str:
             if value is not None:  # what an older version has not written down is not known to differ
                 held.setdefault(str(value), []).append(run.config.optimizer)
         if len(held) > 1:
-            told = (f"{value} ({', '.join(dict.fromkeys(who))})" for value, who in held.items())
+            ordered = sorted(held.items(), key=lambda item: (-len(set(item[1])), item[0]))
+            told = (f"{value} ({', '.join(dict.fromkeys(who))})" for value, who in ordered)
             parts.append(f"{name.replace('_', ' ')} {', '.join(told)}")
     return "; ".join(parts)
 
