@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import textwrap
 import warnings
 from pathlib import Path
 
@@ -28,20 +29,21 @@ PAGE = ROOT / "docs" / "architectures.md"
 
 HEAD = """# Captured architectures
 
-This page shows which matrices of {count} architectures NGPlus captures sample by sample, and how exact that is. The
-largest error is {worst:.0e}; {worst_in_float32:.0e} where the model computes in float32.
+This page shows which matrices of {count} architectures `NGPlus` captures sample by sample, and how exact that is.
 
-| column | meaning |
+| column | number of matrices |
 | --- | --- |
-| sample | matrices with per-sample curvature by a [layer rule](layers.md) |
-| vmap | those of a module without a rule, by `torch.func.vmap` |
-| batch | those with mini-batch curvature, with the reasons below; [trouble-shooting](troubleshooting.md) explains each |
-| error | the largest of the first two columns, of $\\lVert L - L' \\rVert / \\lVert L' \\rVert$ after one refresh, $L'$ from batches of one sample each |
+| sample | with per-sample curvature by a [layer rule](layers.md) |
+| vmap | with per-sample curvature by `torch.func.vmap`, in modules without a rule |
+| batch | with mini-batch curvature, with the reasons; [troubleshooting](troubleshooting.md#no-per-sample-curvature) explains them |
+
+The error of a matrix with per-sample curvature is $\\lVert L - L' \\rVert / \\lVert L' \\rVert$ after one refresh, $L'$
+from batches of one sample each. The largest one is {worst:.0e}; {worst_in_float32:.0e} in models that compute in float32.
 
 The models are small, with random weights and no dropout, batch norms in `eval()` mode, in float64. The loss is a
-weighted sum over the outputs of a sample, and a mean over samples. Matrices without a gradient, as the frozen ones of
-adapters, are left out. `python tools/architecture_table.py` (extra `ngplus[dev]`) writes this page, and fails at errors
-of {exact:.0e}, or {exact_in_float32:.0e} with float32.
+weighted sum over the outputs of a sample, and a mean over samples. Frozen matrices are left out.
+`python tools/architecture_table.py` (extra `ngplus[dev]`) writes this page, and fails at errors of {exact:.0e}, or
+{exact_in_float32:.0e} with float32.
 
 | reason | meaning |
 | --- | --- |
@@ -57,7 +59,7 @@ def main(names: list[str]) -> int:
     found = {}
     for name in names or ARCHITECTURES:
         found[name] = measure(ARCHITECTURES[name])
-        print(row(ARCHITECTURES[name], found[name]), flush=True)
+        print(row(ARCHITECTURES[name], found[name]), f"{found[name].worst:.0e}", flush=True)
     if not names:
         PAGE.write_text(page(found))
     inexact = [name for name, each in found.items() if not each.worst < each.tolerance]
@@ -78,20 +80,25 @@ def page(found: dict[str, Found]) -> str:
     )
     parts = [head]
     for library in dict.fromkeys(ARCHITECTURES[name].library for name in found):
-        rows = [row(ARCHITECTURES[n], each) for n, each in found.items() if ARCHITECTURES[n].library == library]
-        columns = "| model | sample | vmap | batch | error | reasons |\n| --- | --- | --- | --- | --- | --- |"
-        parts.append("\n".join([f"## {library}", "", columns, *rows, ""]))
+        own = [name for name in found if ARCHITECTURES[name].library == library]
+        whole = [name for name in own if set(+found[name].sources) == {"sample"}]  # a list, not rows
+        parts.append(f"## {library}\n")
+        if rows := [row(ARCHITECTURES[name], found[name]) for name in own if name not in whole]:
+            columns = "| model | sample | vmap | batch | reasons |\n| --- | --- | --- | --- | --- |"
+            parts.append("\n".join([columns, *rows, ""]))
+        if whole:
+            models = "; ".join(f"{name} ({found[name].sources['sample']})" for name in whole)
+            parts.append(textwrap.fill(f"All matrices by layer rules: {models}.", 120) + "\n")
     return "\n".join(parts)
 
 
 def row(architecture: Architecture, found: Found) -> str:
     counts = [str(found.sources[source] or "") for source in ("sample", "vmap", "batch")]
-    error = f"{found.worst:.0e}" + (", float32" if found.float32 else "") if found.errors else ""
-    if architecture.mixes:
-        error = f"not compared: {architecture.mixes}"
     why = "; ".join(f"{short(reason)} ({count})" for reason, count in found.reasons.most_common())
+    if architecture.mixes:
+        why += f". Error not measured: {architecture.mixes}"
     why = why.replace("__", r"\_\_")  # no bold text
-    return "| " + " | ".join([architecture.name, *counts, error, why]) + " |"
+    return "| " + " | ".join([architecture.name, *counts, why]) + " |"
 
 
 def short(reason: str) -> str:
