@@ -59,7 +59,7 @@ def main(names: list[str]) -> int:
     found = {}
     for name in names or ARCHITECTURES:
         found[name] = measure(ARCHITECTURES[name])
-        print(row(ARCHITECTURES[name], found[name]), f"{found[name].worst:.0e}", flush=True)
+        print(name, cells(ARCHITECTURES[name], found[name]), f"{found[name].worst:.0e}", sep=" | ", flush=True)
     if not names:
         PAGE.write_text(page(found))
     inexact = [name for name, each in found.items() if not each.worst < each.tolerance]
@@ -83,22 +83,27 @@ def page(found: dict[str, Found]) -> str:
         own = [name for name in found if ARCHITECTURES[name].library == library]
         whole = [name for name in own if set(+found[name].sources) == {"sample"}]  # a list, not rows
         parts.append(f"## {library}\n")
-        if rows := [row(ARCHITECTURES[name], found[name]) for name in own if name not in whole]:
+        rows: dict[str, list[str]] = {}  # models that are alike share a row
+        for name in own:
+            if name not in whole:
+                rows.setdefault(cells(ARCHITECTURES[name], found[name]), []).append(name)
+        if rows:
             columns = "| model | sample | vmap | batch | reasons |\n| --- | --- | --- | --- | --- |"
-            parts.append("\n".join([columns, *rows, ""]))
+            lines = [f"| {'; '.join(names)} | {rest} |" for rest, names in rows.items()]
+            parts.append("\n".join([columns, *lines, ""]))
         if whole:
             models = "; ".join(f"{name} ({found[name].sources['sample']})" for name in whole)
             parts.append(textwrap.fill(f"All matrices by layer rules: {models}.", 120) + "\n")
     return "\n".join(parts)
 
 
-def row(architecture: Architecture, found: Found) -> str:
+def cells(architecture: Architecture, found: Found) -> str:
     counts = [str(found.sources[source] or "") for source in ("sample", "vmap", "batch")]
     why = "; ".join(f"{short(reason)} ({count})" for reason, count in found.reasons.most_common())
     if architecture.mixes:
         why += f". Error not measured: {architecture.mixes}"
     why = why.replace("__", r"\_\_")  # no bold text
-    return "| " + " | ".join([architecture.name, *counts, why]) + " |"
+    return " | ".join([*counts, why])
 
 
 def short(reason: str) -> str:
