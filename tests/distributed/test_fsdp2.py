@@ -180,7 +180,7 @@ def test_the_owner_has_the_curvature(ranks: Callable[[int], Pool]) -> None:
     for k, row in enumerate(optimizer.plan()):
         owner = found[0][k][0]
         torch.testing.assert_close(found[owner][k][1], optimizer.curvature(row.name).matrix, rtol=1e-4, atol=1e-6)
-        assert f"has its curvature, number {owner} of the ranks" in found[1 - owner][k][1]
+        assert f"call curvature() on its owner, rank {owner} of the process group" in found[1 - owner][k][1]
 
 
 def with_a_bad_part(rank: int, world: int) -> list[bool]:

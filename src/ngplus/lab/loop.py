@@ -382,7 +382,7 @@ def _train_step(task: Task, model: nn.Module, optimizer: Trainer, batch: Any) ->
 def _check_health(optimizer: Trainer) -> None:
     """:class:`Divergence` where a method has left the step out, in place of numbers that are not finite."""
     if (health := getattr(optimizer, "health", None)) is not None and health().skipped:
-        raise Divergence("gradients that are not finite, or too large for their norm")
+        raise Divergence("gradients that are not finite, or whose norm overflows")
 
 
 def _finite(model: nn.Module) -> bool:

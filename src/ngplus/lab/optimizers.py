@@ -320,7 +320,7 @@ def get(name: str) -> OptimizerEntry:
 
 
 def pick(text: str) -> list[str]:
-    """Names with commas between, or all. What cannot be made is said here, before anything is run."""
+    """Names separated by commas, or all. Raises an error for those that cannot be made, before anything is run."""
     wanted = names() if text == "all" else list(dict.fromkeys(n.strip() for n in text.split(",") if n.strip()))
     if not wanted:
         raise ValueError("No optimizer is named: see --help for the names, or use all")

@@ -16,12 +16,12 @@ _WORKLOADS, _OPTIMIZERS = ", ".join(workloads.names()), ", ".join(optimizers.nam
 
 WorkloadName = Annotated[str, typer.Argument(metavar="WORKLOAD", help=f"One of {_WORKLOADS}; or module:Class.")]
 WorkloadNames = Annotated[
-    str, typer.Argument(metavar="WORKLOAD", help=f"One of {_WORKLOADS}; or module:Class. Several with commas between.")
+    str, typer.Argument(metavar="WORKLOAD", help=f"One of {_WORKLOADS}; or module:Class. Separate several by commas.")
 ]
 OptimizerName = Annotated[str, typer.Option("--optimizer", "-o", help=f"One of {_OPTIMIZERS}.")]
 OptimizerNames = Annotated[
     str,
-    typer.Option("--optimizers", "--optimizer", "-o", help=f"all, or names with commas between: {_OPTIMIZERS}."),
+    typer.Option("--optimizers", "--optimizer", "-o", help=f"all, or names separated by commas: {_OPTIMIZERS}."),
 ]
 PresetName = Annotated[
     str, typer.Option("--preset", help="Size of the runs: small (seconds), standard (minutes) or paper.")

@@ -175,7 +175,7 @@ def _recipe(workload: Workload, preset: str, optimizer: str) -> Tuned | None:
 
 
 def listed(workloads: str) -> list[str]:
-    """Names with commas between."""
+    """Names separated by commas."""
     names = list(dict.fromkeys(name.strip() for name in workloads.split(",") if name.strip()))
     if not names:
         raise ValueError("No workload is named: see --help for the names")

@@ -287,8 +287,8 @@ class NGPlus(BaseOptimizer):
         group, distributor = self._group(matrix), self._distributor(matrix)
         if distributor is not None and not distributor.has_curvature(matrix):
             raise RuntimeError(
-                f"Only the owner of {matrix.name!r} has its curvature, number {distributor.owners[id(matrix)]} of the "
-                "ranks that share the work on it: call curvature() there"
+                f"The curvature of {matrix.name!r} is not on this rank: call curvature() on its owner, rank "
+                f"{distributor.owners[id(matrix)]} of the process group"
             )
         state = self.state.get(matrix.params[0], {})
         with full_precision(matrix.params[0].device):

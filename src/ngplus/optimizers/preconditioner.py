@@ -39,7 +39,7 @@ class Preconditioner:
             of_the_step -= {"momentum"}
         if foreign := of_the_step & set(options):
             raise TypeError(
-                f"Preconditioner has no argument {', '.join(sorted(foreign))}: pass it to the optimizer that steps"
+                f"Preconditioner has no argument {', '.join(sorted(foreign))}: pass it to the other optimizer"
             )
         self._optimizer = NGPlus(model, lr=1.0, **{"momentum": 0.0, **options})
 

@@ -35,7 +35,7 @@ def bench(
 ) -> None:
     """Measure what a step, a refresh and the state of NGPlus and NGAdam cost beside other optimizers.
 
-    The methods take turns. The table has medians and quartiles of their ratios, and the bounds that were asked. It is
+    The methods take turns. The table has medians and quartiles of their ratios, and the project's bounds. It is
     written to bench.json, bench.png and bench.svg, with --quick to bench-quick.json and its pictures. A measurement
     stays in the file until it is made again. Let nothing else run.
 

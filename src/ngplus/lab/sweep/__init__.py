@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
 @options.with_changes
 def sweep(
     workload: Annotated[
-        str, typer.Argument(metavar="[WORKLOAD]", help="Workloads or module:Class, with commas between.")
+        str, typer.Argument(metavar="[WORKLOAD]", help="Workloads or module:Class, separated by commas.")
     ] = "",
     optimizers: options.OptimizerNames = "adamw,ngadam,muon,soap",
     trials: Annotated[int, typer.Option(min=1, help="Tuning runs of each optimizer.")] = 6,

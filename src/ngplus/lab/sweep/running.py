@@ -179,7 +179,7 @@ class _Work:
             content = future.result()
         except BrokenProcessPool as error:
             raise RunError(
-                "A process of the sweep was killed, perhaps for want of memory: the same command continues"
+                "A process of the sweep was killed, perhaps for lack of memory: the same command continues"
             ) from error
         except (DataError, ModuleNotFoundError):  # the others of the workload would fail as well
             raise

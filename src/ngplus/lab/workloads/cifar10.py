@@ -46,7 +46,7 @@ class _ArraysOnly(pickle._Unpickler):
 def _empty(kind: Any, shape: Any, code: Any) -> Any:
     """The array that a pickle begins with, before its content is set."""
     if kind is not np.ndarray or shape != (0,):
-        raise ValueError("an array that does not begin empty")
+        raise ValueError("it makes an array in a way that is not allowed in a CIFAR-10 file")
     return np.empty(0, np.uint8)
 
 
