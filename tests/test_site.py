@@ -24,7 +24,10 @@ const root = document.documentElement;
 return {
   title: document.title, overflow: root.scrollWidth - root.clientWidth,
   broken: [...document.images].filter((one) => !(one.complete && one.naturalWidth)).map((one) => one.src),
-  back: getComputedStyle(document.body).backgroundColor, size: document.querySelector("article").innerText.length};"""
+  back: getComputedStyle(document.body).backgroundColor, size: document.querySelector("article").innerText.length,
+  cut: [...document.querySelectorAll(".md-typeset__scrollwrap")].filter((one) => one.scrollWidth > one.clientWidth + 1)
+    .map((one) => one.querySelector("table")).filter((table) => table.dataset.phone !== "scroll")
+    .map((table) => table.innerText.slice(0, 60))};"""
 
 
 @pytest.fixture(scope="module")
@@ -137,5 +140,6 @@ def test_in_a_browser(site: Path, width: int, scheme: str, tmp_path: Path) -> No
             assert seen["size"] > 100, page
             assert seen["overflow"] <= 0, f"{page} is wider than a screen of {width} pixels"
             assert not seen["broken"], f"{page} has pictures that do not show: {seen['broken']}"
+            assert not seen["cut"], f"{page} has tables wider than a screen of {width} pixels: {seen['cut']}"
             shades = [int(number) for number in re.findall(r"\d+", seen["back"])[:3]]
             assert (sum(shades) < 300) is (scheme == "dark"), f"{page}: {seen['back']}"

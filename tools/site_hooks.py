@@ -49,7 +49,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def on_page_content(html: str, page: Page, **_: Any) -> str:
     if page.file.src_uri.startswith("api/"):
         html = links_to_pages(one_default(html))
-    return pictures(formulas(names(plain_roles(html))), Path(page.file.src_uri).parent)
+    return pictures(formulas(stacked(names(plain_roles(html)))), Path(page.file.src_uri).parent)
 
 
 def one_default(html: str) -> str:
@@ -89,13 +89,44 @@ def names(html: str) -> str:
             return f'<code class="whole">{short}</code>'
         cell = re.sub(r"([±≤≥]) | (?=%)", r"\1&nbsp;", cell)
         cell = re.sub(r"(?<=\d)–(?=\d)", "&NoBreak;–&NoBreak;", cell)
-        length = len(re.sub(r"<[^>]+>", "", cell))
+        length = len(unescape(re.sub(r"<[^>]+>|&NoBreak;", "", cell)))
         if length > 20:
             cell = cell.replace("<td", f'<td class="{"long" if length > 40 else "medium"}"', 1)
         return re.sub(r"<code>([^<]*)</code>", breakable, cell)
 
     inline = r"(?<!<pre>)(?<!</span>)<code>([^<]{1,28})</code>"  # not a block
     return re.sub(rf"(<td.*?</td>)|{inline}", fitted, html, flags=re.S)
+
+
+def stacked(html: str) -> str:
+    """On narrow screens a table of three or more columns with texts, or of two with long formulas, has its cells below
+    each other, each with its heading (site.css). Other tables with several columns keep their first one in view while
+    they scroll."""
+
+    def marked(found: re.Match[str]) -> str:
+        table = found[0]
+        headings = [plain(cell) for cell in re.findall(r"<th\b[^>]*>(.*?)</th>", table, re.S)]
+        if len(headings) < 3 and not re.search(r'<span class="arithmatex">[^<]{60}', table):
+            return table
+        if not re.search(r'</td>\s*<td class="(?:medium|long)"', table):
+            return table.replace("<table", '<table data-phone="scroll"', 1)
+
+        def row(found: re.Match[str]) -> str:
+            labels = iter(headings)
+            return re.sub(r"<td\b", lambda _: f'<td data-label="{next(labels)}"', found[0])
+
+        table = re.sub(r"<tr>.*?</tr>", row, table, flags=re.S)
+        return re.sub(r"<td([^>]*)></td>", r"<td\1 data-empty></td>", table).replace(
+            "<table", '<table data-phone="stacked"', 1
+        )
+
+    return re.sub(r"<table>.*?</table>", marked, html, flags=re.S)
+
+
+def plain(html: str) -> str:
+    """The text of a heading, with formulas of one letter as that letter."""
+    text = re.sub(r"<[^>]+>", "", html)
+    return re.sub(r"\\\((.*?)\\\)", r"\1", text).replace("^\\top", "ᵀ").replace('"', "&quot;").strip()
 
 
 def formulas(html: str) -> str:
