@@ -29,7 +29,8 @@ class Scaled(nn.Module):
 def build() -> tuple[nn.Module, ngplus.NGPlus]:
     torch.manual_seed(0)
     model = nn.Sequential(Scaled(64, 32), nn.Tanh(), Scaled(32, 10))
-    return model, ngplus.NGPlus(model, lr=0.01)
+    # a rate for SGD: gradients, and the effect of a step, have the factor 1 / sqrt(in)
+    return model, ngplus.NGPlus(model, lr=3.0)
 
 
 def train(model: nn.Module, optimizer: ngplus.NGPlus) -> None:

@@ -194,16 +194,21 @@ def anchor(name: str) -> str:
 
 
 def examples_page() -> str:
-    """examples/README.md, and below it every example in full."""
+    """examples/README.md, and below it every example in full, with what it prints."""
     folder = ROOT / "examples"
     text = (folder / "README.md").read_text().replace("](../docs/", "](")
     text = re.sub(r"\]\(([\w.]+\.(?:py|ipynb))\)", lambda m: f"](#{anchor(m[1])})", text)
     parts = [text]
     for path in sorted(folder.glob("*.py")):
         parts.append(f"## {path.name} {{ #{anchor(path.name)} }}\n\n```python\n{path.read_text().strip()}\n```\n")
+        parts.append(printed((folder / "output" / f"{path.stem}.txt").read_text()))
     for path in sorted(folder.glob("*.ipynb")):
         parts.append(f"## {path.name} {{ #{anchor(path.name)} }}\n\n{notebook(path)}")
     return "\n".join(parts)
+
+
+def printed(text: str) -> str:
+    return f"It prints:\n\n```text\n{text.strip()}\n```\n"
 
 
 def notebook(path: Path) -> str:
@@ -213,6 +218,8 @@ def notebook(path: Path) -> str:
         source = "".join(cell["source"])
         if cell["cell_type"] == "code":
             cells.append(f"```python\n{source}\n```\n")
+            if text := "".join(line for output in cell["outputs"] for line in output["text"]):
+                cells.append(printed(text))
         else:
             cells.append(re.sub(r"^#", "###", source, flags=re.M).replace("](../docs/", "](") + "\n")
     return "\n".join(cells)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,15 @@ def load_tool(name: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+# What the Trainer reports of its own speed, and numbers: they differ between machines.
+NOT_COMPARED = re.compile(r"'train_(?:runtime|samples_per_second|steps_per_second)': '[^']*', |\d[\d.]*(?:e[-+]\d+)?")
+
+
+def same_but_for_numbers(a: str, b: str) -> bool:
+    """Compares texts that were printed. The numbers, and with them the width of columns, may differ."""
+    return NOT_COMPARED.sub("", a).split() == NOT_COMPARED.sub("", b).split()
 
 
 def block_of(page: str, beginning: str) -> str:
