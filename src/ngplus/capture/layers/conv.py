@@ -220,7 +220,8 @@ class _ConvolutionRule(WeightRule):
 
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class ConvRule(_ConvolutionRule):
-    """Any stride, padding, padding mode, dilation and groups; each group is a matrix (out/groups, in/groups * kernel).
+    """Any stride, padding, padding mode, dilation and groups; each group is a matrix
+    `(out/groups, in/groups * kernel)`.
 
     Examples:
         >>> row = ngplus.NGPlus(nn.Conv2d(4, 6, 3, groups=2)).plan()[0]
