@@ -49,6 +49,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def on_page_content(html: str, page: Page, **_: Any) -> str:
     if page.file.src_uri.startswith("api/"):
         html = links_to_pages(one_default(html))
+        html = re.sub(r'(?<=<span class="doc doc-object-name )[^<]+', lambda m: m[0].replace(".", ".<wbr>"), html)
     return pictures(formulas(stacked(names(plain_roles(html)))), Path(page.file.src_uri).parent)
 
 
@@ -99,16 +100,18 @@ def names(html: str) -> str:
 
 
 def stacked(html: str) -> str:
-    """On narrow screens a table of three or more columns with texts, or of two with long formulas, has its cells below
-    each other, each with its heading (site.css). Other tables with several columns keep their first one in view while
-    they scroll."""
+    """On narrow screens a table with several columns of texts, or of two with long formulas, has its cells below each
+    other, each with its heading (site.css). Others with three or more columns have small letters, and keep their first
+    column in view where they scroll."""
 
     def marked(found: re.Match[str]) -> str:
         table = found[0]
         headings = [plain(cell) for cell in re.findall(r"<th\b[^>]*>(.*?)</th>", table, re.S)]
         if len(headings) < 3 and not re.search(r'<span class="arithmatex">[^<]{60}', table):
             return table
-        if not re.search(r'</td>\s*<td class="(?:medium|long)"', table):
+        rows = [re.findall(r"<td\b[^>]*", row) for row in re.findall(r"<tr>.*?</tr>", table, re.S)]
+        texts = {k for row in rows for k, cell in enumerate(row) if k and re.search("medium|long", cell)}
+        if len(texts) < min(2, len(headings) - 1) or (len(texts) == 1 and len(headings) > 3):
             return table.replace("<table", '<table data-phone="scroll"', 1)
 
         def row(found: re.Match[str]) -> str:
