@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(VENV)/.lab ## set up, then compare NG+ with its rivals on scikit-learn's digits
+demo: $(VENV)/.lab ## set up, then compare seven optimizers on scikit-learn's digits
 	$(BIN)/ngplus compare digits
 	$(BIN)/ngplus report runs/digits-small --out runs/digits.html
 
