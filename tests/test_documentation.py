@@ -217,6 +217,13 @@ def test_the_page_of_costs_has_the_other_optimizers() -> None:
             assert near, f"{label}, {name}: {cell}, {value} in docs/performance/bench.json"
 
 
+def test_the_readme_has_the_costs_of_the_page_of_costs() -> None:
+    rows = table((ROOT / "docs/performance.md").read_text(), "model")
+    resnet, transformer, mlp = (row["$T = 5$ (default)"] for row in rows.values())
+    said = f"takes {resnet} of AdamW's time on ResNet-50, {transformer} on a Transformer and {mlp} on a wide MLP"
+    assert said in " ".join((ROOT / "README.md").read_text().split())
+
+
 def test_the_page_of_costs_has_the_numbers_of_the_measurements() -> None:
     """Each row of its second table is one of the benchmark's, and bold where it misses what was asked."""
     measured = []
