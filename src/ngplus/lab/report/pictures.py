@@ -9,6 +9,7 @@ from typing import Any
 from ngplus.lab.report.curves import COLOURS, Chart, Section
 
 DASHES = ("solid", "dashed", "dotted", "dashdot")
+LETTERS = 12.5  # points: a picture is also read at the width of a phone
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,13 @@ DARK = Ground(
 def draw(section: Section, ground: Ground = LIGHT, brief: bool = False, times: bool = True) -> bytes:
     """Two charts a row: over steps, over time; those over steps alone where times mean nothing. ``brief``: those of the
     workload's measure, which come first."""
+    from matplotlib import rc_context
+
+    with rc_context({"font.size": LETTERS}):
+        return _draw(section, ground, brief, times)
+
+
+def _draw(section: Section, ground: Ground, brief: bool, times: bool) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -41,7 +49,7 @@ def draw(section: Section, ground: Ground = LIGHT, brief: bool = False, times: b
     charts = charts[: 2 if times else 1] if brief else charts
     columns = max(1, min(2, len(charts)))
     rows = max(1, (len(charts) + 1) // columns) if columns > 1 else 1
-    size = (10 if columns > 1 else 6.6, 3.3 * rows + 0.6)
+    size = (10 if columns > 1 else 6.6, 3.3 * rows + 0.9)
     figure = Figure(figsize=size, dpi=120, layout="constrained", facecolor=ground.back)
     FigureCanvasAgg(figure)
     lines: dict[str, Any] = {}
@@ -53,7 +61,7 @@ def draw(section: Section, ground: Ground = LIGHT, brief: bool = False, times: b
             [lines[name] for name in names],
             [_text(name) for name in names],
             loc="outside upper center",
-            ncols=7 if columns > 1 else 5,
+            ncols=6 if columns > 1 else 4,
             frameon=False,
         )
         for text in legend.get_texts():
@@ -82,7 +90,7 @@ def _chart(axes: Any, chart: Chart, lines: dict[str, Any], ground: Ground) -> No
     if chart.logarithmic:
         axes.set_yscale("log")
     axes.set_ylim(chart.bottom, chart.top)
-    axes.set_title(_text(chart.title), fontsize=11, color=ground.front, parse_math=False)
+    axes.set_title(_text(chart.title), fontsize="medium", color=ground.front, parse_math=False)
     axes.set_xlabel(_text(chart.x_label), color=ground.soft, parse_math=False)
     axes.tick_params(which="both", colors=ground.soft)
     axes.grid(color=ground.soft, alpha=0.25)

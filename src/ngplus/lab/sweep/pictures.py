@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ngplus.lab.report.pictures import DARK, LIGHT, Ground
+from ngplus.lab.report.pictures import DARK, LETTERS, LIGHT, Ground
 from ngplus.lab.runs import write_atomically
 from ngplus.lab.sweep.numbers import BASELINE, Standing, higher_is_better, label, mean_curve, measure, standings
 from ngplus.lab.sweep.plan import FIRST
@@ -64,6 +64,14 @@ Panel = tuple[Sequence[Standing], "dict[str, float] | None", str]
 
 
 def _save(path: Path, panels: Sequence[Panel], ground: Ground) -> Path:
+    from matplotlib import rc_context
+
+    with rc_context({"font.size": LETTERS}):
+        write_atomically(path, _picture(panels, ground))
+    return path
+
+
+def _picture(panels: Sequence[Panel], ground: Ground) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -78,8 +86,7 @@ def _save(path: Path, panels: Sequence[Panel], ground: Ground) -> Path:
         text.set_parse_math(False)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": None})
-    write_atomically(path, buffer.getvalue())
-    return path
+    return buffer.getvalue()
 
 
 def _places(names: Sequence[str]) -> dict[str, int]:
@@ -128,7 +135,7 @@ def _draw(axes: Any, panel: Panel, lines: dict[str, Any], ground: Ground) -> Non
 def _style(axes: Any, title: str, x_label: str, ground: Ground) -> None:
     axes.set_facecolor(ground.back)
     axes.set_xlim(left=0)
-    axes.set_title(title, fontsize=11, color=ground.front, parse_math=False)
+    axes.set_title(title, fontsize="medium", color=ground.front, parse_math=False)
     axes.set_xlabel(x_label, color=ground.soft)
     axes.tick_params(which="both", colors=ground.soft)
     axes.grid(color=ground.soft, alpha=0.25)
