@@ -7,7 +7,7 @@ E[EFIM] = I ⊗ E[L]/n. For Gaussian columns with correlation rho,
 
     E ||block (1,1) - L/n||_F^2 / m = (m + 1)/N (1 - 1/n) (1 - rho^2),
 
-which *falls* with rho: the first block does not see what the other blocks lose. The whole matrix does:
+which *falls* with rho, as the first block has no error of the others. That of the whole matrix rises:
 ||E EFIM - I ⊗ E L/n|| / ||E EFIM|| = sqrt(n (n-1)) rho / sqrt(n + n (n-1) rho^2).
 
 No matrix of size mn is made: blocks come from columns, norms and directions from the N x N products <G_i, G_j>.

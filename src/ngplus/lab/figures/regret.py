@@ -11,8 +11,8 @@ with m, the size of L_t = eps I + sum G_t G_t^T, where the paper prints n.
 The best fixed point in hindsight minimises 1/2 trace(W^T A W) - trace(W^T B) over K, A = sum x x^T, B = sum x y^T: it
 is the projection of A^-1 B in the norm of A, and the certificate c of that projection bounds its own gap by c^2/2.
 
-The rivals take the step sizes of their own regret bounds, which fall as 1/sqrt(t); with noise in y each round then
-costs a multiple of the step, sqrt(T) in all. Beside them: the factor on those step sizes that is best in hindsight.
+The other methods take the step sizes of their own regret bounds, which fall as 1/sqrt(t); with noise in y each round
+then costs a multiple of the step, sqrt(T) in all. Beside them: the best factor on those step sizes in hindsight.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Example:
 
 
 def example(m: int, n: int, rounds: int, seed: int) -> Example:
-    """y = W^T x + noise, cut to length R. W has singular values above R, so that the ball is felt, and the variances of
-    x's directions spread over two orders of magnitude."""
+    """y = W^T x + noise, cut to length R. W has singular values above R, so that the constraint is active, and the
+    variances of x's directions spread over two orders of magnitude."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""A deep tanh autoencoder on scikit-learn's digits: the classic trial of second-order methods, without a download."""
+"""A deep tanh autoencoder on scikit-learn's digits: a classic test of second-order methods, without a download."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ Row = tuple[int, int, list[float], list[int]]
 
 
 def _pack(rows: Iterator[Row]) -> Arrays:
-    """Rows to arrays, in pieces: Python's numbers take many times the room."""
+    """Rows to arrays, in pieces: Python's numbers take many times the memory."""
     pieces: list[Arrays] = []
     held: list[Row] = []
 

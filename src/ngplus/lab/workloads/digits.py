@@ -25,7 +25,7 @@ class Images(NamedTuple):
 
 
 def load_images() -> tuple[Images, Images]:
-    """1,297 images to train on and 500 to look at, always the same ones."""
+    """1,297 images to train on and 500 to evaluate on, always the same ones."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()

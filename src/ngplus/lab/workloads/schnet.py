@@ -84,7 +84,7 @@ class Structures(ABC):
 
 
 class Molecules(Structures):
-    """Neighbours by all distances of the batch's molecules, made when asked for: they are few, and hold much memory."""
+    """Neighbours by all distances of the batch's molecules, made for each batch: all of them would take much memory."""
 
     def __init__(self, count: Tensor, numbers: Tensor, target: Tensor, positions: Tensor, cutoff: float) -> None:
         super().__init__(count, numbers, target)
