@@ -1,4 +1,4 @@
-"""``ngplus bench``: what NG+ costs, measured against what it is compared with in one run."""
+"""``ngplus bench``: the cost of NG+ beside other optimizers, measured in one run."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Numbers = dict[str, Any]
 def peak_bytes() -> int:
     """The most memory that this process has had resident.
 
-    Not ru_maxrss where it can be helped: on Linux a new process begins with its parent's.
+    Not ru_maxrss where there is another source: on Linux a new process begins with its parent's.
     """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()

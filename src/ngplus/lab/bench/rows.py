@@ -1,4 +1,4 @@
-"""From measurements to the rows of the table: what was asked for, and what came out.
+"""From measurements to the rows of the table: the bounds, and what was measured.
 
 ``ROWS`` has the groups by the names that the command takes. Each says which measurements it needs; the rows of those
 that are there are worked out by pure functions of their times.

@@ -120,7 +120,7 @@ def _section(workload: str, preset: str, runs: list[Run]) -> Section:
 
 
 def _curve(runs: Sequence[Run], metric: str, over: str, places: dict[str, int]) -> Curve | None:
-    """At each step that any run has looked at, the mean over the runs that have; time is the mean time of that step."""
+    """At each step at which any run was evaluated, the mean over the runs that were, and their mean time."""
     values: dict[float, list[float]] = defaultdict(list)
     times: dict[float, list[float]] = defaultdict(list)
     window = max(1, len(runs[0].metrics) // 60) if metric == "train_loss" else 1
@@ -153,7 +153,7 @@ def _curve(runs: Sequence[Run], metric: str, over: str, places: dict[str, int]) 
 
 
 def _window(curves: Sequence[Curve], target: float | None, rising: bool, log: bool) -> tuple[float, float]:
-    """The ends of the vertical axis. A run that goes astray must not press the others flat."""
+    """The limits of the vertical axis, chosen so that a run that diverges does not flatten the others."""
     low, high = _range(curves)
     first = max(c.mean[0] if c.mean else c.seeds[0].y[0] for c in curves)
     if target is not None and (target > 0 or not log):

@@ -1,4 +1,4 @@
-"""A comparison as a page of Markdown: where NGAdam wins, ties and loses, worked out from the runs and never by hand.
+"""A comparison as a page of Markdown: where NGAdam wins, ties and loses, made from the runs.
 
 The page of the presets ``standard`` is made by :mod:`ngplus.lab.sweep`.
 """
@@ -273,7 +273,7 @@ def _listed(names: Iterable[str], nothing: str = "") -> str:
 
 
 def toggle(title: str, lines: Iterable[str]) -> str:
-    """What is folded away until a reader asks for it."""
+    """A part of the page that is folded until a reader opens it."""
     return "\n".join([f'??? note "{title}"', "", *(f"    {line}".rstrip() for line in lines)])
 
 

@@ -1,4 +1,4 @@
-"""What is worked out of a sweep's runs: steps to a level, means over seeds, wins and ties, widths of learning rates."""
+"""What is computed from a sweep's runs: steps to a level, means over seeds, wins and ties, widths of learning rates."""
 
 from __future__ import annotations
 

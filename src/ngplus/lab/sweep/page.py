@@ -1,4 +1,4 @@
-"""The page of results, in Markdown: worked out from a sweep's runs, and never by hand."""
+"""The page of results, in Markdown, made from a sweep's runs."""
 
 from __future__ import annotations
 
