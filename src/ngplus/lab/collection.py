@@ -65,13 +65,13 @@ def first(runs: Iterable[Run]) -> list[Run]:
 
 
 def passed_over(runs: Iterable[Run], kept: Iterable[Run]) -> list[Run]:
-    """The runs that are not kept and differ from all that are: the same run under two names is no loss."""
+    """The runs that :func:`first` leaves out, but for copies of those that it keeps."""
     held = [(run.config, run.result) for run in kept]
     return [run for run in runs if (run.config, run.result) not in held]
 
 
 def thinned(run: Run) -> Run:
-    """The run with its looks alone, in six digits: each has the mean of the training loss since the look before."""
+    """The run at its evaluations alone, in six digits, each with the mean training loss since the one before."""
     kept: Metrics = []
     total, weight, last = 0.0, 0, 0
     for row in run.metrics:

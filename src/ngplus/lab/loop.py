@@ -307,7 +307,7 @@ class _Session:
     # ---------------------------------------------------------------------------------------------- measuring
 
     def _now(self) -> float:
-        """The clock, once a GPU has done what it was asked for."""
+        """The time, after a GPU has finished its work."""
         if self.device.startswith("cuda"):
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
@@ -337,7 +337,7 @@ class _Session:
                 self.events.add_scalar(name, value, self.step)
 
     def _save(self) -> None:
-        """The metrics first: a checkpoint never knows of a step whose metrics are lost."""
+        """Writes the metrics before the checkpoint, so that no checkpoint is ahead of the metrics."""
         if self.folder is None:
             return
         with (self.folder / "metrics.jsonl").open("ab") as file:

@@ -79,7 +79,7 @@ def any_of(stop: bool) -> bool:
 
 
 def check_alike(model: nn.Module) -> None:
-    """Processes whose parameters have drifted apart train different models: an error, not a curve."""
+    """Raises RunError if the parameters differ between the processes."""
     if world() == 1:
         return
     total = torch.stack([p.detach().double().sum().cpu() for p in model.parameters()]).sum()

@@ -3,9 +3,9 @@
 =================== ==================================================================================================
 config.json         what was asked for: workload, sizes, optimizer, hyper-parameters, seed, and how they were tuned
 environment.json    where it ran: versions, a digest of the code, threads, processor
-metrics.jsonl       a line of JSON for each look, with its metrics, and for steps between: step, seconds, training loss
+metrics.jsonl       a line of JSON for each evaluation, and for steps between: step, seconds, training loss
 events.out.*        the same for TensorBoard
-checkpoint.pt       the state after a look or every so many steps, written in one piece or not at all
+checkpoint.pt       the state after an evaluation or every so many steps, written atomically
 result.json         there once the run has ended: how, and the summary
 =================== ==================================================================================================
 """
@@ -62,7 +62,7 @@ class Config:
     tuning: Mapping[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """As it is after a way through JSON."""
+        """Returns a dict of plain values, as JSON gives them back."""
         content: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, **asdict(self)}))
         return content
 
@@ -116,7 +116,7 @@ class Result:
 
     @property
     def ended(self) -> bool:
-        """Nothing is left to do: an interrupted run can go on, one that has diverged would do so again."""
+        """Returns True if the run finished or diverged. An interrupted run can continue."""
         return self.status in ("finished", "diverged")
 
 
@@ -323,7 +323,7 @@ def _processor() -> str:
 
 
 def begun(folder: Path) -> bool:
-    """Is there anything of a run but what was asked for? A run that was refused leaves no more than that."""
+    """Returns True if the folder has more of a run than its settings, which are all that a refused run leaves."""
     return any((folder / name).exists() for name in ("result.json", "checkpoint.pt", "metrics.jsonl"))
 
 

@@ -1,4 +1,4 @@
-"""Models past this machine, for ``ngplus plan --ranks``: made on the meta device, so that nothing is allocated.
+"""Models too large for one machine, for ``ngplus plan --ranks``: made on the meta device, so that nothing is allocated.
 
 Each function gives a model and the inputs of one rank's batch; a forward pass on the meta device tells how many
 positions each layer sees.

@@ -52,7 +52,7 @@ def open_preset(
 
 
 def known_options(workload: Workload, preset: str) -> dict[str, Any]:
-    """The options that a workload has, each with a value that shows its kind; None where anything may stand."""
+    """The options that a workload has, each with a value that shows its kind; None where any value is accepted."""
     known: dict[str, Any] = {}
     for size in (*workload.presets.values(), workload.presets[preset]):
         known = _merged(known, size.options)
@@ -69,7 +69,7 @@ def _merged(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any
 
 
 def check_option(key: str, value: Any, sample: Any) -> None:
-    """ValueError for a value of another kind than the sample: 1.5 for a width would be cut to 1, without a word."""
+    """ValueError for a value of another kind than the sample: 1.5 for a width would silently become 1."""
     kinds: list[tuple[Any, str]] = [  # bool comes first, since it is an int as well
         (bool, "true or false"),
         (int, "a whole number"),
@@ -212,13 +212,13 @@ def is_hyper(key: str, optimizer: str | None, options: list[str], workload: str)
 
 
 def check_presets(folder: Path | None) -> None:
-    """A folder of tuned settings that was asked for has to be there."""
+    """Raises ValueError if the folder of --presets does not exist."""
     if folder is not None and not folder.is_dir():
         raise ValueError(f"--presets must be an existing folder, not {folder}")
 
 
 def check_out(folder: Path) -> None:
-    """No file may stand where the folder for runs is to be."""
+    """Raises ValueError if a file is in the place of the folder for runs."""
     for place in (folder, *folder.parents):
         if place.exists() and not place.is_dir():
             raise ValueError(

@@ -61,7 +61,7 @@ class Plan:
         return self.trials * self.seeds + (self.finalists * self.runs if self.finalists > 1 else 0)
 
     def missing(self, patient: bool, before: float = math.inf) -> int:
-        """Trials still to be made, those that somebody is at not among them where ``patient``; of those with a number
+        """Trials still to be made, without those in progress where ``patient``; of those with a number
         below ``before``."""
         import optuna
 
@@ -109,7 +109,7 @@ class Plan:
         return self.seeds + MORE_SEEDS
 
     def beaten(self, final: Final) -> bool:
-        """Can it not win any more?"""
+        """Returns True if it cannot win any more."""
         least = self.least()
         return self.objective == "target" and (sum(final.scores) >= least or final.left_off >= least)
 

@@ -43,13 +43,13 @@ def print_json(document: Any) -> None:
 
 
 def is_first() -> bool:
-    """The one process of torchrun's that speaks."""
+    """Returns True in the one process of torchrun that prints."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
 def friendly(console: Console) -> Iterator[None]:
-    """What the user can mend becomes a sentence, and the exit code 2; Ctrl-C and SIGTERM the exit code 130."""
+    """Prints an error that the user can mend as a sentence, with exit code 2. Ctrl-C and SIGTERM give exit code 130."""
     try:
         with _terminable():
             from ngplus.lab.runs import RunError
@@ -88,7 +88,7 @@ def _terminable() -> Iterator[None]:
 
 
 def shown(text: str) -> str:
-    """Somebody's text for the terminal: no markup and no control characters of its own."""
+    """Text from a user or a file for the terminal, without markup and control characters."""
     return escape("".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text))
 
 

@@ -52,7 +52,7 @@ def _fits(name: str, value: Any) -> bool:
 
 
 def check_folder(folder: Path | None = None) -> None:
-    """RunError where settings cannot be written: better said before they are looked for."""
+    """Raises RunError if settings cannot be written to the folder. Called before a study begins."""
     place = folder or LOCAL
     try:
         place.mkdir(parents=True, exist_ok=True)
