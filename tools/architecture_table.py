@@ -31,11 +31,9 @@ HEAD = """# Captured architectures
 
 This page shows which matrices of {count} architectures `NGPlus` captures sample by sample, and how exact that is.
 
-| column | number of matrices |
-| --- | --- |
-| sample | with per-sample curvature by a [layer rule](layers.md) |
-| vmap | with per-sample curvature by `torch.func.vmap`, in modules without a rule |
-| batch | with mini-batch curvature, with the reasons; [troubleshooting](troubleshooting.md#no-per-sample-curvature) explains them |
+The columns have the number of matrices with per-sample curvature by a [layer rule](layers.md) (sample) or by
+`torch.func.vmap` (vmap), and of those with mini-batch curvature (batch), with the reasons, which
+[Troubleshooting](troubleshooting.md#no-per-sample-curvature) explains.
 
 The error of a matrix with per-sample curvature is $\\lVert L - L' \\rVert / \\lVert L' \\rVert$ after one refresh, $L'$
 from batches of one sample each. The largest one is {worst:.0e}; {worst_in_float32:.0e} in models that compute in float32.
