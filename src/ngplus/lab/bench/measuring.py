@@ -15,7 +15,9 @@ from ngplus.lab.bench.rows import ROWS, rows_of
 # Where each is taken, and in how many rounds where nothing else is asked for.
 MEASUREMENTS: dict[str, tuple[str, int]] = {
     "resnet": ("training:resnet", 7),
-    "ngadam": ("training:ngadam", 5),
+    "ngadam": ("training:ngadam_resnet", 5),
+    "ngadam-transformer": ("training:ngadam_transformer", 9),
+    "ngadam-mlp": ("training:ngadam_mlp", 15),
     "transformer": ("training:transformer", 9),
     "mlp": ("training:mlp", 15),
     "bare": ("bare:measure", 15),

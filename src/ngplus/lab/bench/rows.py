@@ -148,14 +148,16 @@ def inverses(name: str, one: Measurement) -> list[Row]:
     return [Row("", f"all inverses against a forward and backward: {one.numbers['problem']}", extra, 0.03)]
 
 
+NGADAM = {"ngadam": 1.04, "ngadam-transformer": 1.10, "ngadam-mlp": 1.40}
+INTERVALS = (T_NGADAM, 1, 20)  # of NGAdam's refreshes; the first is the default
+
+
 def ngadam(name: str, one: Measurement) -> list[Row]:
     t, problem = one.times, one.numbers["problem"]
-    what = f"NGAdam: training step against AdamW, T = {T_NGADAM}: {problem}"
+    what = "NGAdam: training step against AdamW, T = {}: " + problem
+    steps = [_against(t, "adamw", T, 1, NGADAM[name] if T == T_NGADAM else None, what.format(T)) for T in INTERVALS]
     roots = (t["ngadam.refresh.step"] - t["ngadam.plain.step"]) / t["adamw.pass"]
-    return [
-        _against(t, "adamw", T_NGADAM, 1, 1.10, what),
-        Row("", "NGAdam: all roots against a forward and backward", roots, 0.15),
-    ]
+    return [*steps, Row("", f"NGAdam: all roots against a forward and backward: {problem}", roots, 0.15)]
 
 
 def capture(name: str, one: Measurement) -> list[Row]:
@@ -293,7 +295,7 @@ ROWS: dict[str, Group] = {
     "step-256": Group("the same for batch 256 and T = 500", {"resnet": step_large}),
     "build": Group("building all L or R against a forward and backward", dict.fromkeys(_PASSES, build)),
     "inverses": Group("all inverses of ResNet-50 against a forward and backward", {"resnet": inverses}),
-    "ngadam": Group("NGAdam on ResNet-50 against AdamW; its roots", {"ngadam": ngadam}),
+    "ngadam": Group("NGAdam against AdamW; its roots", dict.fromkeys(NGADAM, ngadam)),
     "bare": Group("a step without refresh against its bare GEMMs and SGD", {"bare": bare}),
     "capture": Group("a pass without refresh, capture installed or not", dict.fromkeys(_PASSES, capture)),
     "memory": Group("peak memory with a refresh and without", {"memory": memory}),

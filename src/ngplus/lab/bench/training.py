@@ -82,9 +82,21 @@ def mlp(setting: Setting) -> Taken:
     return measure_ngplus(setting, PROBLEMS["mlp"](setting.quick), {"dense": {"solver": "dense"}})
 
 
-def ngadam(setting: Setting) -> Taken:
-    """AdamW and NGAdam on ResNet-50."""
-    problem = PROBLEMS["resnet"](setting.quick)
+def ngadam_resnet(setting: Setting) -> Taken:
+    return measure_ngadam(setting, "resnet")
+
+
+def ngadam_transformer(setting: Setting) -> Taken:
+    return measure_ngadam(setting, "transformer")
+
+
+def ngadam_mlp(setting: Setting) -> Taken:
+    return measure_ngadam(setting, "mlp")
+
+
+def measure_ngadam(setting: Setting, name: str) -> Taken:
+    """AdamW and NGAdam on the gradients of models of their own."""
+    problem = PROBLEMS[name](setting.quick)
     turns: dict[str, Turn] = {
         "adamw": plain_turn(Contender(problem, "adamw", FIRST_ORDER["adamw"]), "adamw"),
         "ngadam": refresh_turn(Contender(problem, "ngadam", {**NGADAM, "update_every": 2}), "ngadam"),
