@@ -46,9 +46,9 @@ def screening() -> list[tuple[str, str, float]]:
     return [(row["label"], " ".join(row["set"]), row["final"]) for row in read("screening.jsonl")]
 
 
-def ideas() -> list[tuple[str, str, int | None, float, float]]:
+def ideas() -> list[tuple[str, str, int | None, float, float | None]]:
     """Changes of NGAdam on whole runs: idea, task, width of the model where it is not the preset's, rate and final
-    measure."""
+    measure; None where the run diverged."""
     rows = read("ideas.jsonl")
     return [(row["idea"], row["workload"], row.get("width"), row["lr"], row["final"]) for row in rows]
 
@@ -72,7 +72,8 @@ def main() -> None:
         print(f"| {label} | {options} | {final:.4g} |")
     print("\nIdeas for NGAdam: measure at the end\n")
     for idea, task, width, lr, final in ideas():
-        print(f"| {idea} | {task}{f', width {width}' if width else ''} | lr {lr:g} | {final:.4g} |")
+        shown = "diverged" if final is None else f"{final:.4g}"
+        print(f"| {idea} | {task}{f', width {width}' if width else ''} | lr {lr:g} | {shown} |")
     print("\nOptions of NGPlus: measure at the end; steps to the target\n")
     for task, optimizer, options, finals, steps in defaults():
         print(f"| {task} | {optimizer} {options} | {finals} | {steps} |")
