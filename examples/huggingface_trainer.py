@@ -26,13 +26,9 @@ class Counting(Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-class NGAdamTrainer(Trainer):
-    """The Trainer makes the optimizer, as it has to with FSDP."""
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        groups = ngplus.decay_groups(self.model, self.args.weight_decay)
-        self.optimizer = ngplus.NGAdam(groups, lr=self.args.learning_rate, model=self.model)
-        return self.optimizer
+def with_decay_groups(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """The optimizer where the Trainer has to make it, as with FSDP."""
+    return ngplus.NGAdam(ngplus.decay_groups(model, 0.01), lr=lr, model=model)
 
 
 def small_gpt() -> GPT2LMHeadModel:
@@ -48,8 +44,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, per_device_train_batch_size=16, max_steps=60, save_steps=30,
-            logging_steps=15, learning_rate=1e-2, weight_decay=0.01,
-            lr_scheduler_type="cosine", report_to=[], disable_tqdm=True, use_cpu=True,
+            logging_steps=15, lr_scheduler_type="cosine", report_to=[], disable_tqdm=True,
+            use_cpu=True,
         )  # fmt: skip
         model = small_gpt()
         optimizer = ngplus.NGAdam(ngplus.decay_groups(model, 0.01), lr=1e-2, model=model)
@@ -60,7 +56,10 @@ def main() -> None:
         trainer.train()
         print(optimizer.health())
 
-        again = NGAdamTrainer(small_gpt(), arguments, train_dataset=Counting())
+        again = Trainer(
+            small_gpt(), arguments, train_dataset=Counting(),
+            optimizer_cls_and_kwargs=(lambda: with_decay_groups, {"lr": 1e-2}),
+        )  # fmt: skip
         again.train(resume_from_checkpoint=f"{folder}/checkpoint-30")
         inner = again.optimizer.optimizer  # inside of Accelerate's wrapper
         print(f"steps after the resumed training: {inner.param_groups[0]['step']}")

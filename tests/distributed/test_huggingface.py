@@ -49,20 +49,18 @@ def trained(rank: int, world: int, name: str, kind: str, folder: str, resume: bo
             use_fsdp2(accelerate.FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args))
             self.is_fsdp_enabled = True
 
-        def create_optimizer(self, model: nn.Module | None = None) -> Any:
-            groups = ngplus.decay_groups(self.model, self.args.weight_decay)
-            self.optimizer = getattr(ngplus, name)(groups, lr=self.args.learning_rate, model=self.model)
-            return self.optimizer
+    def make(model: nn.Module, lr: float) -> Any:
+        return getattr(ngplus, name)(ngplus.decay_groups(model, 0.1), lr=lr, model=model)
 
     with place_of(rank, world):
         wrap = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "state_dict_type": kind}
         common = {"max_steps": STEPS, "save_steps": SAVED, "per_device_train_batch_size": 4, "max_grad_norm": 0.0}
-        rates = {"learning_rate": 0.01, "weight_decay": 0.1}
         quiet = {"report_to": [], "disable_tqdm": True, "logging_steps": 100}
         arguments = transformers.TrainingArguments(
-            folder, use_cpu=True, ddp_backend="gloo", fsdp=True, fsdp_config=wrap, **common, **rates, **quiet
+            folder, use_cpu=True, ddp_backend="gloo", fsdp=True, fsdp_config=wrap, **common, **quiet
         )
-        trainer = OnRanks(small_llama(), arguments, train_dataset=Counting())
+        own = (lambda: make, {"lr": 0.01})
+        trainer = OnRanks(small_llama(), arguments, train_dataset=Counting(), optimizer_cls_and_kwargs=own)
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED}" if resume else None)
         optimizer = trainer.optimizer.optimizer
         assert [optimizer.param_groups[0]["step"], len(optimizer.param_groups)] == [STEPS, 2]

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from distributed import cases
 from distributed.test_checkpoint import KINDS, SAVED_AT, make, train
@@ -121,6 +122,40 @@ def test_hybrid_sharding(ranks: Callable[[int], Pool], name: str) -> None:
     optimizer.step()
     alone = [sorted(optimizer.state[param]) for param in net.parameters()]
     assert ranks(4).run(hybrid, name) == [alone] * 4
+
+
+def frozen(rank: int, world: int, kind: str, name: str) -> tuple[str, list[list[Tensor]]]:
+    """The error of torch's functions where a weight is frozen, not its bias; and a training by load_state_dict."""
+
+    def made() -> tuple[Any, Any]:
+        net = cases.convolutions(cases.precision(name))
+        net[0].weight.requires_grad_(False)
+        wrapped: Any = cases.sharded(net) if kind == "fsdp2" else DistributedDataParallel(net)
+        distribution = "memory" if kind == "ddp memory" else "communication"
+        return wrapped, cases.optimizer_of(wrapped, name, distribution=distribution)
+
+    net, optimizer = made()
+    train(net, optimizer, range(SAVED_AT), rank, world)
+    again, other = made()
+    set_model_state_dict(again, get_model_state_dict(net))
+    error = ""
+    try:
+        full = StateDictOptions(full_state_dict=True)
+        found = copy.deepcopy(get_optimizer_state_dict(net, optimizer, options=full))
+        set_optimizer_state_dict(again, other, found, options=full)
+    except ValueError as refused:
+        error = str(refused)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # what it recommends
+    return error, [rest_of(net, optimizer, rank, world), rest_of(again, other, rank, world)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_weight_with_a_trained_bias(ranks: Callable[[int], Pool], kind: str, name: str) -> None:
+    """torch loads no state of frozen parameters. NGAdam has none there; NGPlus has the curvature of the layer."""
+    for error, (went_on, resumed) in ranks(2).run(frozen, kind, name):
+        assert ("curvature of 0.weight, 0.bias" in error) is (name != "ngadam")
+        torch.testing.assert_close(resumed, went_on, rtol=0, atol=0)
 
 
 def test_torch_still_has_the_functions_whose_options_are_read() -> None:

@@ -93,6 +93,11 @@ def adam() -> dict[str, Any]:
     return optimizer.state_dict()
 
 
+def adamw_of_groups() -> dict[str, Any]:
+    """It has other groups, too, which is not what is wrong."""
+    return torch.optim.AdamW(ngplus.decay_groups(net(), 0.1)).state_dict()
+
+
 def set_group(content: Any, **changes: Any) -> None:
     content["param_groups"][0].update(changes)
 
@@ -105,7 +110,7 @@ def removed(**options: Any) -> Any:
 REFUSED: dict[str, tuple[Any, str]] = {
     "a later layout": (lambda: spoilt(lambda c: set_group(c, state_version=99)), "layout 99"),
     "a layout that is none": (lambda: spoilt(lambda c: set_group(c, state_version="new")), "layout 'new'"),
-    "Adam's": (adam, "not one of NGPlus: its groups have no damping"),
+    "Adam's": (adam, "not one of NGPlus: its groups have no damping.* load the model and begin with a new NGPlus"),
     "no state_dict": (lambda: {"model": {}}, "not a state_dict of NGPlus"),
     "a list": (lambda: [1, 2], "not a state_dict of NGPlus"),
     "another model's": (
@@ -144,6 +149,7 @@ def spoilt_ngadam(change: Any) -> Any:
 REFUSED_BY_NGADAM: dict[str, tuple[Any, str]] = {
     "a later layout": (spoilt_ngadam(lambda c: set_group(c, state_version=99)), "layout 99"),
     "NGPlus's": (lambda: spoilt(lambda c: None), "not one of NGAdam: its groups have no betas"),
+    "AdamW's, of groups": (adamw_of_groups, "not one of NGAdam: its groups have no update_every, step"),
     "a bad option": (spoilt_ngadam(lambda c: set_group(c, betas=(0.9, 1.0))), "Invalid beta parameter at index 1"),
     "a bad step": (spoilt_ngadam(lambda c: set_group(c, step=-3)), "step=-3"),
     "not finite": (

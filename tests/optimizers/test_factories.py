@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
+from collections import UserList
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +105,14 @@ def test_a_partial_is_a_class_for_a_factory(kind: Any) -> None:
         warnings.simplefilter("error")
         optimizer = timm_like(model, functools.partial(kind, model=model), 0.1, lr=0.02)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.1]
+
+
+def test_betas_of_a_configuration_file() -> None:
+    """Hydra passes a sequence that is neither a list nor a tuple, as torch's AdamW takes it. The state has a tuple."""
+    optimizer = ngplus.NGAdam(nn.Linear(8, 4), betas=UserList([0.8, 0.9]))  # type: ignore[arg-type]
+    assert optimizer.state_dict()["param_groups"][0]["betas"] == (0.8, 0.9)
+    with pytest.raises(ValueError, match="Invalid betas: '99'"):
+        ngplus.NGAdam(nn.Linear(8, 4), betas="99")  # type: ignore[arg-type]
 
 
 @both

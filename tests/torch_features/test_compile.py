@@ -204,6 +204,7 @@ def test_a_compiled_model_is_free_once_the_optimizer_is_gone() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error:Dynamo")  # of what it cannot trace
 @pytest.mark.parametrize(
     ("make", "options"),
     [

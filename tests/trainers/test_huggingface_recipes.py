@@ -16,8 +16,8 @@ from helpers.project import block_of
 from helpers.training import flat
 
 transformers = pytest.importorskip("transformers")
-RECIPES = ["optimizer = ngplus.NGAdam(ngplus.decay_groups", "class NGAdamTrainer"]
-both = pytest.mark.parametrize("recipe", RECIPES, ids=["argument", "method"])
+RECIPES = ["optimizer = ngplus.NGAdam(ngplus.decay_groups", "make = lambda model, lr"]
+both = pytest.mark.parametrize("recipe", RECIPES, ids=["optimizer", "function"])
 
 
 def run(recipe: str, folder: Path, resume: Path | None = None, model: Any = None, **options: Any) -> Trainer:
@@ -27,8 +27,7 @@ def run(recipe: str, folder: Path, resume: Path | None = None, model: Any = None
     names = {"ngplus": ngplus, "Trainer": Trainer, "arguments": arguments, "data": Counting()}
     names["model"] = small_gpt() if model is None else model
     exec(block_of("training.md", recipe), names)
-    made = names.get("NGAdamTrainer")
-    trainer: Any = names["trainer"] if made is None else made(names["model"], arguments, train_dataset=Counting())
+    trainer: Any = names["trainer"]
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return trainer
 

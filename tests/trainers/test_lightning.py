@@ -124,3 +124,18 @@ def test_the_recipe_for_logging_logs(tmp_path: Path) -> None:
     (row,) = rows
     assert float(row[head.index("ngplus/steps")]) == 100
     assert float(row[head.index("ngplus/update_rms")]) > 0
+
+
+def test_fabric_makes_the_steps_of_a_plain_loop() -> None:
+    fabric = pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu", devices=1)
+    net = small_net()
+    model, optimizer = fabric.setup(net, ngplus.NGPlus(net, **OPTIONS))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for x, y in loader(8):
+        optimizer.zero_grad()
+        fabric.backward(F.cross_entropy(model(x), y))
+        fabric.clip_gradients(model, optimizer, max_norm=0.1)
+        optimizer.step()
+        scheduler.step()
+    assert {row.source for row in optimizer.optimizer.plan()} == {"sample"}
+    assert reference.relative_error(flat(net), plain_loop()) < 1e-5

@@ -7,6 +7,8 @@ import inspect
 import torch
 from torch import Tensor
 
+from ngplus.utils.compiled import uncompiled
+
 
 def captured_scale() -> Tensor | float:
     """Returns the loss scale that captured gradients are multiplied by; 1.0 without a GradScaler.
@@ -14,6 +16,9 @@ def captured_scale() -> Tensor | float:
     A GradScaler divides .grad by it before the step, but not the captured gradients. The scaler is found on the stack,
     since ``step()`` is called by ``GradScaler.step()``.
     """
+    if torch.compiler.is_compiling():  # frames cannot be traced
+        found: Tensor | float = uncompiled()(captured_scale)
+        return found
     frame = inspect.currentframe()
     # The locals of other frames are not read: Python would keep them alive.
     while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:

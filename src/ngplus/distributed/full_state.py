@@ -41,6 +41,16 @@ def is_wanted() -> bool:
     return False
 
 
+def is_loading() -> bool:
+    """Is ``load_state_dict()`` called by torch's functions?"""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == MODULE and frame.f_code.co_name == LOADS:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def gather(ranks: RankGroup, owners: Sequence[int], states: Sequence[State], device: torch.device) -> list[State]:
     """The states, each as its owner has it. All ranks call this with the same ``owners``."""
     forms: list[list[State]] = [[] for _ in range(ranks.size)]

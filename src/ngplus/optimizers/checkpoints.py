@@ -41,6 +41,13 @@ def check(
     sense, ``needed`` are options that every group of this optimizer has.
     """
     groups, state = _parts(given, whose)
+    for group in groups:
+        missing = [key for key in needed if key not in group]
+        if missing:
+            raise ValueError(
+                f"The state_dict is not one of {whose}: its groups have no {', '.join(missing)}. To change the "
+                f"optimizer of a run, load the model and begin with a new {whose}"
+            )
     if [len(group["params"]) for group in groups] != [len(own) for own in params]:
         raise ValueError(
             f"The state_dict has {[len(group['params']) for group in groups]} parameters in its groups, "
@@ -55,9 +62,6 @@ def check(
                 "position: pass the parameters in the order in which they were saved"
             )
     for group in groups:
-        missing = [key for key in needed if key not in group]
-        if missing:
-            raise ValueError(f"The state_dict is not one of {whose}: its groups have no {', '.join(missing)}")
         version = group.get("state_version", 0)
         if not isinstance(version, int) or not 0 <= version <= VERSION:
             raise ValueError(

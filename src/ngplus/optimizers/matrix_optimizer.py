@@ -311,6 +311,8 @@ class MatrixOptimizer(Optimizer):
             seen.append(given)
 
         self._follow_groups()
+        if full_state.is_loading():
+            self._refuse_frozen_owners()
         handle = self.register_load_state_dict_pre_hook(check)
         try:
             super().load_state_dict(state_dict)
@@ -350,6 +352,17 @@ class MatrixOptimizer(Optimizer):
         if self._collector is not None:
             self._collector.forget()
         self._arm()
+
+    def _refuse_frozen_owners(self) -> None:
+        """Raises ValueError if a matrix has its curvature with a frozen parameter, whose state torch does not load."""
+        for matrix in self._matrices:
+            first, *others = matrix.params
+            if not first.requires_grad and any(param.requires_grad for param in others):
+                raise ValueError(
+                    f"The curvature of {', '.join(matrix.names)} is in the state of {matrix.name!r}, which is frozen, "
+                    "and torch.distributed.checkpoint does not load the state of frozen parameters. Freeze all of "
+                    "them, or save optimizer.state_dict() of each rank in a file of its own"
+                )
 
     def _loaded(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a saved group; those that its checkpoint does not have get their defaults."""

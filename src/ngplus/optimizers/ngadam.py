@@ -131,7 +131,7 @@ class NGAdam(BaseOptimizer):
     ) -> None:
         defaults: dict[str, Any] = {
             "lr": lr,
-            "betas": betas,
+            "betas": betas if isinstance(betas, str) or not isinstance(betas, Sequence) else tuple(betas),
             "eps": eps,
             "weight_decay": weight_decay,
             "maximize": maximize,
@@ -147,7 +147,7 @@ class NGAdam(BaseOptimizer):
     def _check(self, group: Mapping[str, Any]) -> None:
         check_learning_rate(group)
         betas = group["betas"]
-        if not isinstance(betas, tuple | list) or len(betas) != 2:
+        if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
             raise ValueError(f"Invalid betas: {betas!r} (two numbers)")
         for i, beta in enumerate(betas):
             number(f"beta parameter at index {i}", beta, top=1.0, open_top=True)

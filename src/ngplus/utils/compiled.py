@@ -12,7 +12,6 @@ a compiled function      the graph breaks at each hook; with fullgraph=True this
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -28,7 +27,6 @@ REASON = (
 )
 
 
-@functools.cache
 def uncompiled() -> Callable[..., Any]:
     """Returns a function from ``f, *args`` to ``f(*args)`` that runs outside of any graph."""
 
