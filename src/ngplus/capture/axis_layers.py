@@ -31,14 +31,14 @@ def linear(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: T
         tracker.unbatched = True
     elif isinstance(axis, SampleAxis) and axis.dim == x.dim() - 1:
         tracker.across = "a linear layer"
-    elif _summed_up(axis):
+    elif summed_up(axis):
         tracker.across = "a linear layer after a mean"
     known = isinstance(axis, SampleAxis) and axis.dim < x.dim() - 1 and tracker.of(weight) is None
     return axis if known else ...
 
 
-def _summed_up(location: Location) -> bool:
-    """Was a sum, mean or maximum taken over the samples?"""
+def summed_up(location: Location) -> bool:
+    """Returns True if a sum, mean or maximum was taken over the samples."""
     return isinstance(location, UnknownAxis) and RULES.get(location.function) is reduction
 
 
@@ -62,7 +62,7 @@ def convolution(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], o
         return ...
     if isinstance(axis, SampleAxis) and axis.dim > 0:
         tracker.across = "a convolution"
-    elif _summed_up(axis):
+    elif summed_up(axis):
         tracker.across = "a convolution after a mean"
     return axis if isinstance(axis, SampleAxis) and axis.dim == 0 and tracker.of(weight) is None else ...
 

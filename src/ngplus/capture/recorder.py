@@ -81,6 +81,7 @@ class Recorder:
         self._graph_task = -1  # the outermost backward pass in progress
         self._backward = BackwardPass()
         self._waiting = Waiting(self._matrices, sink)
+        self.returned: dict[int, ParameterMatrix] = {}  # of the last pass, by autograd.grad; by id
         self._handles: list[Any] = []
         self._entries = entry_modules(model, {use.module for use in uses})
         self._register_hooks(model, uses)
@@ -304,8 +305,11 @@ class Recorder:
         def arrive(grad: Tensor) -> None:
             recorder = this()
             matrix.double_backward = matrix.double_backward or torch.is_grad_enabled()  # create_graph=True
-            if recorder is not None and matrix.armed and not is_batched(grad) and reaches_parameters(matrix):
-                recorder._arrive(pending, grad)
+            if recorder is None or not matrix.armed or is_batched(grad) or not (reached := reaches_parameters(matrix)):
+                return
+            recorder._arrive(pending, grad)
+            if reached == "grad":  # after what the last pass returned was dropped
+                recorder.returned[id(matrix)] = matrix
 
         hook_target(output).register_hook(arrive)
 

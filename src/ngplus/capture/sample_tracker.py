@@ -128,6 +128,8 @@ class SampleTracker(TorchFunctionMode):
             return True
         if x.numel() == 1:  # a loss
             return not isinstance(location, UnknownAxis) or location.function not in SUMS_OF_ROWS
+        if axis_layers.summed_up(location):
+            return False
         chosen = isinstance(location, UnknownAxis) and location.chosen  # as the outputs at masked tokens
         return chosen or self.samples in x.shape[: max(2, self._dim + 1)]
 
