@@ -349,3 +349,36 @@ def test_rows_of_sample_index_in_their_order(forward: Messages) -> None:
     model = Model(forward, **linear(a=WIDTH, b=WIDTH, c=3))
     index = {"sample_index": lambda x, owner, samples: [owner, torch.arange(samples)]}
     assert_certain(model, on_rows, options=index, a="sample", b="sample", c="sample")
+
+
+# ------------------------------------------------------------------------------------------------ another order
+
+
+ORDER = torch.tensor([3, 0, 5, 1, 4, 2])
+
+
+@pytest.mark.parametrize("by", ["index", "index_select", "argsort"])
+def test_rows_in_another_order_beside_rows_in_their_own(by: str) -> None:
+    """A mask that is made of the inputs does not tell the order of the rows that it is multiplied by."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x).tanh()
+        order = x[:, 0].argsort() if by == "argsort" else ORDER if len(x) > 1 else ORDER[1:2]
+        rows = h.index_select(0, order) if by == "index_select" else h[order]
+        rows = m.a(rows * (x.abs() >= 0)).tanh()
+        return m.c(h + rows[order.argsort()])
+
+    model = Model(forward, **linear(a=WIDTH, c=3))
+    assert_certain(model, on_samples(*data(WIDTH)), a="batch", c="sample")
+
+
+def test_an_output_beside_one_whose_samples_are_known() -> None:
+    """As the features of images beside the logits."""
+
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = m.a(x).tanh()
+        return m.c(h.mean(1)), torch.cat(list(h.unbind(0)))
+
+    x, y = data(LENGTH, WIDTH)
+    model = Model(forward, **linear(a=WIDTH, c=3))
+    assert_certain(model, lambda m, of: loss_fn(m(x[of])[0], y[of]) * len(of) / N, a="sample", c="sample")

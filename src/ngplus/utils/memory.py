@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ngplus.utils.dtensor import local
 
-Storages = dict[tuple[Any, int], int]  # bytes by device and address
+Storages = dict[int, int]  # bytes by the address of the storage's record
 
 
 def storages(tensors: Iterable[Tensor]) -> Storages:
     """Returns the bytes of what the tensors are stored in: those of several views once."""
-    found = ((x.device, local(x).untyped_storage()) for x in tensors)
-    return {(device, storage.data_ptr()): storage.nbytes() for device, storage in found}
+    found = (local(x).untyped_storage() for x in tensors)
+    return {storage._cdata: storage.nbytes() for storage in found}
 
 
 class HeldStorages:
@@ -33,7 +33,7 @@ class HeldStorages:
     def __init__(self) -> None:
         self.total = self.limit = 0
         self._of: dict[Any, Storages] = {}
-        self._owners: Counter[tuple[Any, int]] = Counter()
+        self._owners: Counter[int] = Counter()
 
     def of(self, owner: Any) -> int:
         """Returns the bytes that an owner keeps."""
