@@ -200,8 +200,10 @@ calls("flip", lambda x: x.flip(1), lambda x: x.flip(0, 2), lambda x: torch.flip(
 for _name in ("fft_fft", "fft_ifft", "fft_rfft"):
     _transform = getattr(torch.fft, _name[4:])
     calls(_name, lambda x, f=_transform: f(x), lambda x, f=_transform: f(x, dim=0), lambda x, f=_transform: f(x, 4, 1))
+calls("real", lambda x: (x + 0j).real)
+calls("imag", lambda x: (1j * x).imag)
 calls("fft_irfft", lambda x: torch.fft.irfft(x + 0j), lambda x: torch.fft.irfft(x + 0j, dim=0))
-for _name in ("fft_fft2", "fft_fftn", "fft_ifftn", "fft_rfftn"):
+for _name in ("fft_fft2", "fft_ifft2", "fft_rfft2", "fft_fftn", "fft_ifftn", "fft_rfftn"):
     _transform = getattr(torch.fft, _name[4:])
     calls(_name, lambda x, f=_transform: f(x), lambda x, f=_transform: f(x, dim=(1, 2)))
 calls("fft_irfftn", lambda x: torch.fft.irfftn(x + 0j), lambda x: torch.fft.irfftn(x + 0j, dim=(0, 1)))
@@ -233,6 +235,8 @@ calls("linalg_vector_norm", lambda x: _norm(x, 2, 1), lambda x: _norm(x, 2), lam
 
 # ------------------------------------------------------------------------------------------------ layers
 
+calls("bilinear", lambda x: F.bilinear(x, 2 * x, same(2, 5, 5)), lambda x: F.bilinear(x, x.flip(0), same(2, 5, 5)),
+      lambda x: F.bilinear(x, x, x[:2, 0, :, None] * same(5)))  # fmt: skip
 calls("linear", lambda x: F.linear(x, same(2, 5), same(2)), lambda x: F.linear(same(4, 5), x[0]),
       lambda x: F.linear(x[0], x[1]))  # fmt: skip
 IMAGE = (3, 4, 6, 5)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 from helpers.layer_models import Unrolled
 from ngplus import NGPlus
@@ -145,6 +146,13 @@ class Gates(nn.Module):
         return new + update * (state - new)
 
 
+class Checkpointed(Gates):
+    """The same, whose gates are computed again in backward."""
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, state, use_reentrant=False)
+
+
 class TiedWords(nn.Module):
     """A language model whose output layer has the weight of the embedding."""
 
@@ -221,10 +229,11 @@ CASES: dict[str, Case] = {
 #: Models and loops in which something waits for other uses of a matrix, or for the step.
 WAITING: dict[str, tuple[Case, Loop]] = {
     "gates, unrolled": (lambda: (Unrolled(Gates(64)), (torch.randn(512, 20, 64),), {}), one_pass),
+    "gates, unrolled, checkpointed": (lambda: (Unrolled(Checkpointed(64)), (torch.randn(512, 24, 64),), {}), one_pass),
     "GRU cell, unrolled": (lambda: (Unrolled(nn.GRUCell(64, 64)), (torch.randn(512, 20, 64),), {}), one_pass),
     "language model, tied": (lambda: (TiedWords(2000, 64), (torch.randint(2000, (40, 64)),), {}), one_pass),
     "two uses in one call": (lambda: (Pairs(64), (torch.randn(64, 300, 64), torch.randn(64, 300, 64)), {}), one_pass),
-    "retained graph": (lambda: (blocks(64), (torch.randn(64, 150, 64),), {}), retained),
+    "retained graph": (lambda: (blocks(64), (torch.randn(64, 240, 64),), {}), retained),
     "unrolled, retained graph": (lambda: (Unrolled(Gates(64)), (torch.randn(512, 16, 64),), {}), retained),
     "unrolled, accumulated": (lambda: (Unrolled(Gates(64)), (torch.randn(2048, 20, 64),), {}), accumulated),
 }

@@ -145,6 +145,13 @@ def embedding_bag(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any],
     return tracker.of(offsets) or ...
 
 
+@rule("bilinear")
+def bilinear(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    axis = agreed(map(tracker.of, args[:2]))
+    known = axis is not ... and axis.dim < out.dim() - 1 and tracker.of(argument(args, kwargs, 2, "weight")) is None
+    return axis if known else ...
+
+
 @rule("embedding")
 def embedding(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
     """Of a table that depends on the samples, it is not known."""
