@@ -277,7 +277,8 @@ calls("bmm", lambda x: torch.bmm(x, x.mT), lambda x: torch.bmm(x, same(3, 5, 2))
 calls(
     "addmm", lambda x: torch.addmm(same(2), x[:, 0], same(5, 2)), lambda x: torch.addmm(x[:, 0], same(3, 4), same(4, 5))
 )
-calls("baddbmm", lambda x: torch.baddbmm(same(1), x, x.mT), lambda x: torch.baddbmm(x, same(3, 4, 2), same(3, 2, 5)))
+calls("baddbmm", lambda x: torch.baddbmm(same(1), x, x.mT), lambda x: torch.baddbmm(x, same(3, 4, 2), same(3, 2, 5)),
+      lambda x: same(1).baddbmm(batch1=x, batch2=x.mT, beta=2))  # fmt: skip
 calls("einsum", lambda x: torch.einsum("bij,kj->kbi", x, same(2, 5)), lambda x: torch.einsum("bij->ij", x),
       lambda x: torch.einsum("bij,bkj->bik", [x, x]), lambda x: torch.einsum("aij,bij->ab", x, x),
       lambda x: torch.einsum("...j,kj->...k", x, same(2, 5)))  # fmt: skip
@@ -326,6 +327,7 @@ for _name, _module in {
 
 # ------------------------------------------------------------------------------------------------ indexing
 
+calls("__getitem__", lambda x: x[:, [2, 0]], lambda x: x[[1, 0, 2]])
 calls("__getitem__", lambda x: x[1], lambda x: x[:, 1:], lambda x: x[:, None, ..., 0], lambda x: x[:, INDEX],
       lambda x: x[INDEX], lambda x: x[:, :, MASK], lambda x: x[torch.arange(3), INDEX], lambda x: x[1:],
       lambda x: same(10, 2)[whole(x)], lambda x: same(2, 10)[:, whole(x)], lambda x: x[0, :, INDEX],

@@ -355,21 +355,28 @@ def test_rows_of_sample_index_in_their_order(forward: Messages) -> None:
 
 
 ORDER = torch.tensor([3, 0, 5, 1, 4, 2])
+ORDERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index": lambda rows, order: rows[order],
+    "index_select": lambda rows, order: rows.index_select(0, order),
+    "stack": lambda rows, order: torch.stack([rows[i] for i in order.tolist()]),
+    "scatter": lambda rows, order: rows.scatter(0, order.argsort()[:, None].expand_as(rows), rows),
+    "matrix": lambda rows, order: F.one_hot(order, len(rows)).to(rows) @ rows,
+}
 
 
-@pytest.mark.parametrize("by", ["index", "index_select", "argsort"])
-def test_rows_in_another_order_beside_rows_in_their_own(by: str) -> None:
+@pytest.mark.parametrize("by", ORDERS)
+@pytest.mark.parametrize("known", [True, False], ids=["an order", "the order of the rows"])
+def test_rows_in_another_order_beside_rows_in_their_own(by: str, known: bool) -> None:
     """A mask that is made of the inputs does not tell the order of the rows that it is multiplied by."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         h = m.a(x).tanh()
-        order = x[:, 0].argsort() if by == "argsort" else ORDER if len(x) > 1 else ORDER[1:2]
-        rows = h.index_select(0, order) if by == "index_select" else h[order]
-        rows = m.a(rows * (x.abs() >= 0)).tanh()
+        order = x[:, 0].argsort() if not known else ORDER if len(x) > 1 else torch.tensor([0])
+        rows = m.a(ORDERS[by](h, order) * (x.abs() >= 0)).tanh()
         return m.c(h + rows[order.argsort()])
 
     model = Model(forward, **linear(a=WIDTH, c=3))
-    assert_certain(model, on_samples(*data(WIDTH)), a="batch", c="sample")
+    assert_certain(model, on_samples(*data(WIDTH)), a="batch")
 
 
 def test_an_output_beside_one_whose_samples_are_known() -> None:

@@ -20,7 +20,7 @@ def getitem(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: 
 
 def indexed(tracker: Tracker, x: Tensor, axis: Location, index: Any) -> Any:
     """The samples of x[index], with those of x along ``axis``."""
-    entries = list(index) if isinstance(index, tuple) else [index]
+    entries = [torch.tensor(i) if _is_numbers(i) else i for i in (index if isinstance(index, tuple) else (index,))]
     if any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in entries):
         return UnknownAxis("a mask", chosen=True)
     if any(isinstance(i, bool | list) for i in entries):
@@ -59,6 +59,10 @@ def indexed(tracker: Tracker, x: Tensor, axis: Location, index: Any) -> Any:
         else:
             dim += 1
     return replace(axis, dim=place[axis.dim]) if isinstance(axis, SampleAxis) and axis.dim in place else ...
+
+
+def _is_numbers(index: Any) -> bool:
+    return isinstance(index, list) and len(index) > 0 and all(type(i) is int for i in index)
 
 
 def _reordered(tracker: Tracker, axis: Location, ordered: bool, found: UnknownAxis) -> UnknownAxis:

@@ -69,7 +69,7 @@ def convolution(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], o
 
 @rule("addmm baddbmm bmm matmul mm")
 def matmul(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
-    a, b = args[-2:]
+    a, b = list(tensors((args, {name: x for name, x in kwargs.items() if name != "out"})))[-2:]
     if a.dim() < 2 or b.dim() < 2:
         return ...
     found = []

@@ -161,8 +161,10 @@ class SampleTracker(TorchFunctionMode):
             return UnknownAxis(name)
         began = [each for each in given if isinstance(each, UnknownAxis)] or [UnknownAxis(name)]
         unknown = next((each for each in began if each.function in SUMS_OF_ROWS), began[0])
-        keeps = RULES.get(name) in (axis_rules.entrywise, axis_layers.linear)
-        moved = name in ORDERS and any(isinstance(each, SampleAxis) for each in given)
+        rule = RULES.get(name)
+        keeps = rule in (axis_rules.entrywise, axis_layers.linear)
+        breaks = name in WRITES or (rule is not None and rule is not axis_rules.reduction)
+        moved = breaks and any(isinstance(each, SampleAxis) and not each.blank for each in given)
         moved = moved or (name not in WRITES and any(each.moved for each in began))
         return replace(unknown, chosen=unknown.chosen and keeps, moved=moved)
 
@@ -173,8 +175,7 @@ class SampleTracker(TorchFunctionMode):
         return 0 <= location.dim < x.dim() and x.shape[location.dim] == size
 
 
-#: Functions that put rows into another order, beside indices, and those that may put them back into their own.
-ORDERS = {"flip", "gather", "roll", "sort", "take_along_dim"}
+#: Functions that may put rows back into their own order.
 WRITES = {"__setitem__", "index_copy", "index_copy_", "index_put", "index_put_", "scatter", "scatter_"}
 SUMS_OF_ROWS = {
     f"{name}{end}"
