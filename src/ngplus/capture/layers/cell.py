@@ -47,11 +47,11 @@ class CellRule(UnknownModuleRule):
 
 
 def _factors(module: Any, matrix: int, inputs: Inputs, grad: Tensor, active: Active, batch: Batch) -> Factors:
-    x, state = inputs
+    x, state = (None if given is None else given.to(grad.dtype) for given in inputs)  # as autocast converts them
     assert x is not None
     state = grad.new_zeros(grad.shape) if state is None else state
-    of_input = F.linear(x, module.weight_ih, module.bias_ih)
-    of_state = F.linear(state, module.weight_hh, module.bias_hh)
+    of_input = _product(x, module.weight_ih, module.bias_ih)
+    of_state = _product(state, module.weight_hh, module.bias_hh)
     if isinstance(module, nn.GRUCell):
         grad = _of_gates(of_input, of_state, state, grad)[matrix]
     elif module.nonlinearity == "tanh":
@@ -59,6 +59,10 @@ def _factors(module: Any, matrix: int, inputs: Inputs, grad: Tensor, active: Act
     else:
         grad = grad * (of_input + of_state > 0)
     return linear_parts((x, state)[matrix], grad, active, batch)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight.to(x), None if bias is None else bias.to(x))
 
 
 def _of_gates(of_input: Tensor, of_state: Tensor, state: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
