@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from architectures.cases import ARCHITECTURES, Architecture
 from architectures.measure import call, loss_of, weights_of
-from helpers.memory import CASES, Built, peak_bytes, refresh_bytes
+from helpers.memory import CASES, WAITING, Built, one_pass, peak_bytes, refresh_bytes
 
 MEGA = 2**20
 BOUNDS = (16, 50, 1024)  # MB
@@ -66,6 +66,7 @@ def mixtral() -> Built:
 
 
 LARGE = {**CASES, "graph": graph, "mixtral": mixtral}
+LOOPS = {**{name: (case, one_pass) for name, case in LARGE.items()}, **WAITING}
 
 
 def of_architecture(architecture: Architecture, memory: int) -> tuple[int, int, ngplus.NGPlus]:
@@ -93,7 +94,7 @@ def state_bytes(optimizer: ngplus.NGPlus) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=list(LARGE))
+    parser.add_argument("cases", nargs="*", default=list(LOOPS))
     parser.add_argument("--all", action="store_true", help="measure the architectures, too")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -102,7 +103,8 @@ def main() -> None:
     for name in asked.cases:
         row = []
         for bound in BOUNDS:
-            plain, peak, optimizer = refresh_bytes(LARGE[name], bound * MEGA)
+            case, loop = LOOPS[name]
+            plain, peak, optimizer = refresh_bytes(case, bound * MEGA, loop)
             plan = optimizer.plan()
             large = sum("refresh_memory" in each.note for each in plan)
             row.append(f"{(peak - plain) / MEGA:.1f}" + (f", {large} of {len(plan)} mini-batch" if large else ""))

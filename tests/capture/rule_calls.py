@@ -200,8 +200,10 @@ calls("flip", lambda x: x.flip(1), lambda x: x.flip(0, 2), lambda x: torch.flip(
 for _name in ("fft_fft", "fft_ifft", "fft_rfft"):
     _transform = getattr(torch.fft, _name[4:])
     calls(_name, lambda x, f=_transform: f(x), lambda x, f=_transform: f(x, dim=0), lambda x, f=_transform: f(x, 4, 1))
+calls("real", lambda x: (x + 0j).real)
+calls("imag", lambda x: (1j * x).imag)
 calls("fft_irfft", lambda x: torch.fft.irfft(x + 0j), lambda x: torch.fft.irfft(x + 0j, dim=0))
-for _name in ("fft_fft2", "fft_fftn", "fft_ifftn", "fft_rfftn"):
+for _name in ("fft_fft2", "fft_ifft2", "fft_rfft2", "fft_fftn", "fft_ifftn", "fft_rfftn"):
     _transform = getattr(torch.fft, _name[4:])
     calls(_name, lambda x, f=_transform: f(x), lambda x, f=_transform: f(x, dim=(1, 2)))
 calls("fft_irfftn", lambda x: torch.fft.irfftn(x + 0j), lambda x: torch.fft.irfftn(x + 0j, dim=(0, 1)))
@@ -233,6 +235,8 @@ calls("linalg_vector_norm", lambda x: _norm(x, 2, 1), lambda x: _norm(x, 2), lam
 
 # ------------------------------------------------------------------------------------------------ layers
 
+calls("bilinear", lambda x: F.bilinear(x, 2 * x, same(2, 5, 5)), lambda x: F.bilinear(x, x.flip(0), same(2, 5, 5)),
+      lambda x: F.bilinear(x, x, x[:2, 0, :, None] * same(5)))  # fmt: skip
 calls("linear", lambda x: F.linear(x, same(2, 5), same(2)), lambda x: F.linear(same(4, 5), x[0]),
       lambda x: F.linear(x[0], x[1]))  # fmt: skip
 IMAGE = (3, 4, 6, 5)
@@ -273,7 +277,8 @@ calls("bmm", lambda x: torch.bmm(x, x.mT), lambda x: torch.bmm(x, same(3, 5, 2))
 calls(
     "addmm", lambda x: torch.addmm(same(2), x[:, 0], same(5, 2)), lambda x: torch.addmm(x[:, 0], same(3, 4), same(4, 5))
 )
-calls("baddbmm", lambda x: torch.baddbmm(same(1), x, x.mT), lambda x: torch.baddbmm(x, same(3, 4, 2), same(3, 2, 5)))
+calls("baddbmm", lambda x: torch.baddbmm(same(1), x, x.mT), lambda x: torch.baddbmm(x, same(3, 4, 2), same(3, 2, 5)),
+      lambda x: same(1).baddbmm(batch1=x, batch2=x.mT, beta=2))  # fmt: skip
 calls("einsum", lambda x: torch.einsum("bij,kj->kbi", x, same(2, 5)), lambda x: torch.einsum("bij->ij", x),
       lambda x: torch.einsum("bij,bkj->bik", [x, x]), lambda x: torch.einsum("aij,bij->ab", x, x),
       lambda x: torch.einsum("...j,kj->...k", x, same(2, 5)))  # fmt: skip
@@ -322,6 +327,7 @@ for _name, _module in {
 
 # ------------------------------------------------------------------------------------------------ indexing
 
+calls("__getitem__", lambda x: x[:, [2, 0]], lambda x: x[[1, 0, 2]])
 calls("__getitem__", lambda x: x[1], lambda x: x[:, 1:], lambda x: x[:, None, ..., 0], lambda x: x[:, INDEX],
       lambda x: x[INDEX], lambda x: x[:, :, MASK], lambda x: x[torch.arange(3), INDEX], lambda x: x[1:],
       lambda x: same(10, 2)[whole(x)], lambda x: same(2, 10)[:, whole(x)], lambda x: x[0, :, INDEX],

@@ -349,3 +349,43 @@ def test_rows_of_sample_index_in_their_order(forward: Messages) -> None:
     model = Model(forward, **linear(a=WIDTH, b=WIDTH, c=3))
     index = {"sample_index": lambda x, owner, samples: [owner, torch.arange(samples)]}
     assert_certain(model, on_rows, options=index, a="sample", b="sample", c="sample")
+
+
+# ------------------------------------------------------------------------------------------------ another order
+
+
+ORDER = torch.tensor([3, 0, 5, 1, 4, 2])
+ORDERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index": lambda rows, order: rows[order],
+    "index_select": lambda rows, order: rows.index_select(0, order),
+    "stack": lambda rows, order: torch.stack([rows[i] for i in order.tolist()]),
+    "scatter": lambda rows, order: rows.scatter(0, order.argsort()[:, None].expand_as(rows), rows),
+    "matrix": lambda rows, order: F.one_hot(order, len(rows)).to(rows) @ rows,
+}
+
+
+@pytest.mark.parametrize("by", ORDERS)
+@pytest.mark.parametrize("known", [True, False], ids=["an order", "the order of the rows"])
+def test_rows_in_another_order_beside_rows_in_their_own(by: str, known: bool) -> None:
+    """A mask that is made of the inputs does not tell the order of the rows that it is multiplied by."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x).tanh()
+        order = x[:, 0].argsort() if not known else ORDER if len(x) > 1 else torch.tensor([0])
+        rows = m.a(ORDERS[by](h, order) * (x.abs() >= 0)).tanh()
+        return m.c(h + rows[order.argsort()])
+
+    model = Model(forward, **linear(a=WIDTH, c=3))
+    assert_certain(model, on_samples(*data(WIDTH)), a="batch")
+
+
+def test_an_output_beside_one_whose_samples_are_known() -> None:
+    """As the features of images beside the logits."""
+
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = m.a(x).tanh()
+        return m.c(h.mean(1)), torch.cat(list(h.unbind(0)))
+
+    x, y = data(LENGTH, WIDTH)
+    model = Model(forward, **linear(a=WIDTH, c=3))
+    assert_certain(model, lambda m, of: loss_fn(m(x[of])[0], y[of]) * len(of) / N, a="sample", c="sample")

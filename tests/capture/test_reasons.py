@@ -147,7 +147,7 @@ def test_a_scripted_part_of_a_model() -> None:
 
 
 class ManyReasons(nn.Module):
-    """Five reasons, the last ones of one matrix each."""
+    """Six reasons."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def test_the_warning_has_three_lines_of_reasons_and_where_to_read_more() -> None
         "No per-sample curvature for recurrent.weight_ih_l0, recurrent.weight_hh_l0 and 4 more: its module has several "
         "outputs: LSTM",
         "  and for shifts.0, shifts.1 and 1 more: no layer rule covers it",
-        "  and for 4 more, for 4 other reasons",
+        "  and for 5 more, for 4 other reasons",
         "They have mini-batch curvature. plan() lists them, and docs/troubleshooting.md explains the reasons",
     ]
 

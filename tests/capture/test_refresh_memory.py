@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 import ngplus
 from helpers import reference as ref
-from helpers.memory import CASES, refresh_bytes
+from helpers.memory import CASES, WAITING, refresh_bytes
 from helpers.steps import PAPER
+from ngplus.capture import reasons
 
 
 class Own(nn.Module):
@@ -196,6 +197,19 @@ def test_what_is_above_the_bound_has_mini_batch_curvature(case: str) -> None:
     plain, peak, optimizer = refresh_bytes(CASES[case], BOUND)
     assert peak - plain <= BOUND + FIXED
     assert any("refresh_memory is 16,777,216" in row.note for row in optimizer.plan())
+
+
+@pytest.mark.parametrize("bound", [16, 50, 1024])
+@pytest.mark.parametrize("case", WAITING)
+def test_what_waits_is_within_the_bound(case: str, bound: int) -> None:
+    """Uses of a matrix that wait for each other, and gradients of retained graphs, of all matrices together."""
+    plain, peak, optimizer = refresh_bytes(WAITING[case][0], bound * 2**20, WAITING[case][1])
+    print(case, bound, plain, peak - plain, [(r.source, r.refresh_bytes, r.note) for r in optimizer.plan()])
+    assert peak - plain <= bound * 2**20 + FIXED
+    sources = {row.source for row in optimizer.plan() if not row.note.startswith(reasons.TOO_LARGE)}
+    assert sources <= {"sample", "vmap"}
+    too_large = [row for row in optimizer.plan() if row.note.startswith(reasons.TOO_LARGE)]
+    assert bool(too_large) == (bound == 16)
 
 
 @pytest.mark.parametrize("case", ["autocast", "cross attention"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ngplus
 from helpers.certain import assert_certain, compare
 from helpers.steps import EXACT, Model, N, data, loss_fn
+from ngplus.capture import reasons
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -269,3 +271,88 @@ def test_compiled(time_first: bool) -> None:
     compiled = torch.compile(model, backend="eager")
     assert_certain(model, lambda m, of: loss_fn(m(x[of]), y[of]) * len(of) / N, compiled, a="sample", b="sample")
     torch._dynamo.reset()
+
+
+# ------------------------------------------------------------------------------------------------ autograd.grad
+
+
+def before(model: nn.Module, loss: Tensor) -> None:
+    """As to log the gradient's norm."""
+    torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    loss.backward()
+
+
+def several_before(model: nn.Module, loss: Tensor) -> None:
+    """As to weigh two losses by their gradients."""
+    for part in (loss / 3, 2 * loss / 3):
+        torch.autograd.grad(part, list(model.parameters()), retain_graph=True)
+    loss.backward()
+
+
+def assigned(model: nn.Module, loss: Tensor) -> None:
+    for p, grad in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+        p.grad = grad
+
+
+def after(model: nn.Module, loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+    torch.autograd.grad(loss, list(model.parameters()))
+
+
+def between(model: nn.Module, loss: Tensor) -> None:
+    (loss / 2).backward(retain_graph=True)
+    torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    (loss / 2).backward()
+
+
+def sum_assigned(model: nn.Module, loss: Tensor) -> None:
+    params = list(model.parameters())
+    both = [torch.autograd.grad(part, params, retain_graph=True) for part in (loss / 3, 2 * loss / 3)]
+    for p, *grads in zip(params, *both, strict=True):
+        p.grad = sum(grads)
+
+
+@pytest.mark.parametrize(
+    ("backward", "source"),
+    [(before, "sample"), (several_before, "sample"), (assigned, "sample"), (after, "batch"), (between, "batch"),
+     (sum_assigned, "batch")],
+)  # fmt: skip
+def test_gradients_that_autograd_grad_returns(backward: Any, source: str) -> None:
+    """Those that do not get into .grad are not counted. Where that is not certain, curvature is mini-batch."""
+    x, y = data(WIDTH)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+    gradients = []
+    for i in range(N):
+        one = copy.deepcopy(model)
+        loss_fn(one(x[i : i + 1]), y[i : i + 1]).backward()
+        gradients.append({name: p.grad for name, p in one.named_parameters()})
+    optimizer = ngplus.NGPlus(model, **{**EXACT, "lr": 0.0})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(model, loss_fn(model(x), y))
+            optimizer.step()
+    compare(optimizer, gradients, dict.fromkeys("02", source))
+    notes = {row.note for row in optimizer.plan()}
+    assert notes == ({""} if source == "sample" else {reasons.RETURNED})
+
+
+def test_a_graph_that_second_derivatives_keep() -> None:
+    """As of MAML: the first pass keeps its graph, and the second one, through other weights, goes through it."""
+    x, y = data(WIDTH)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+    optimizer = ngplus.NGPlus(model, **{**EXACT, "lr": 0.0})
+    grads = torch.autograd.grad(loss_fn(model(x), y), list(model.parameters()), create_graph=True)
+    fast = {name: p - 0.1 * g for (name, p), g in zip(model.named_parameters(), grads, strict=True)}
+    loss_fn(torch.func.functional_call(model, fast, (x,)), y).backward()
+    with pytest.warns(UserWarning, match=reasons.SEVERAL_CALLS):
+        optimizer.step()
+    assert {row.source for row in optimizer.plan()} == {"batch"}
+
+
+def test_sets_of_as_many_rows_as_there_are_sets() -> None:
+    """The rows of a set are not the samples of an output in which they were summed up."""
+    sets, y = data(N, WIDTH)
+    model = Model(lambda m, sets: torch.stack([m.rows(x).tanh().amax(0) for x in sets]), rows=nn.Linear(WIDTH, 3))
+    assert_certain(model, lambda m, of: loss_fn(m([sets[i] for i in of]), y[of]) * len(of) / N, rows="batch")

@@ -118,7 +118,7 @@ def segments(sizes: tuple[int, ...] = (3, 1, 0, 7, 2), seed: int = 41) -> Built:
 class Stored:
     """Gradients that were computed before."""
 
-    entries = nbytes = 0
+    entries = 0
     half_precision = False
 
     def __init__(self, dense: Tensor) -> None:
@@ -156,7 +156,7 @@ def in_parts(made: Built) -> Built:
         assert isinstance(factors, Outer)
         return Outer(factors.left[:, samples], factors.right[:, samples], factors.ones)
 
-    return Parts(build, SAMPLES, build(slice(0, 1)), 0, factors.nbytes, 2), dense
+    return Parts(build, SAMPLES, build(slice(0, 1)), 0, [*factors.tensors()], 2), dense
 
 
 def joined(*uses: Built) -> Built:

@@ -22,6 +22,7 @@ from helpers.layer_models import (
     Turned,
     Twice,
     Unknown,
+    Unrolled,
     residual_net,
 )
 
@@ -333,6 +334,20 @@ CASES += [
         randn(5, 3, 4, 4),
         [*joined(ref.grouped(1), "0."), *joined(ref.columns, "1."), *joined(prefix="4.")],
     ),
+]
+
+
+def cell(bias: bool = True, prefix: str = "cell.") -> Units:
+    names = [(f"{prefix}weight_{end}", f"{prefix}bias_{end}") for end in ("ih", "hh")]
+    return [(pair if bias else pair[:1], ref.rows) for pair in names]
+
+
+CASES += [
+    Case("gru-cell", lambda: Unrolled(nn.GRUCell(4, 4)), randn(5, 3, 4), cell()),
+    Case("gru-cell-no-bias", lambda: Unrolled(nn.GRUCell(4, 4, bias=False)), randn(5, 3, 4), cell(False)),
+    Case("gru-cell-once", lambda: nn.GRUCell(4, 3), randn(5, 4), cell(prefix="")[:1]),
+    Case("rnn-cell", lambda: Unrolled(nn.RNNCell(4, 4)), randn(5, 3, 4), cell()),
+    Case("rnn-cell-relu", lambda: Unrolled(nn.RNNCell(4, 4, nonlinearity="relu")), randn(5, 3, 4), cell()),
 ]
 
 

@@ -150,3 +150,17 @@ def residual_net() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 5)
     )
+
+
+class Unrolled(nn.Module):
+    """A recurrent cell, called step by step."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = [torch.zeros_like(x[:, 0])]
+        for t in range(x.shape[1]):
+            states.append(self.cell(x[:, t], states[-1]))
+        return torch.stack(states[1:], dim=1)

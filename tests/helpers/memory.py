@@ -10,11 +10,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
+from helpers.layer_models import Unrolled
 from ngplus import NGPlus
 
 Built = tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]  # a model, its inputs, and options of NGPlus
 Case = Callable[[], Built]
+Loop = Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]  # the passes of a step, with the gradient of the output
+
+
+def one_pass(model: nn.Module, inputs: tuple[Tensor, ...], gradient: Tensor) -> None:
+    model(*inputs).backward(gradient)
+
+
+def retained(model: nn.Module, inputs: tuple[Tensor, ...], gradient: Tensor) -> None:
+    """Two passes through one graph."""
+    output = model(*inputs)
+    output.backward(gradient, retain_graph=True)
+    output.backward(gradient)
+
+
+def accumulated(model: nn.Module, inputs: tuple[Tensor, ...], gradient: Tensor) -> None:
+    for *part, own in zip(*(x.chunk(4) for x in (*inputs, gradient)), strict=True):
+        model(*part).backward(own)
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
@@ -30,7 +49,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
     return peak
 
 
-def refresh_bytes(case: Case, memory: int) -> tuple[int, int, NGPlus]:
+def refresh_bytes(case: Case, memory: int, loop: Loop = one_pass) -> tuple[int, int, NGPlus]:
     """Returns the peak of a step of SGD, the peak of one of NGPlus with a refresh, and that optimizer."""
     torch.manual_seed(0)
     model, inputs, options = case()
@@ -39,7 +58,7 @@ def refresh_bytes(case: Case, memory: int) -> tuple[int, int, NGPlus]:
     del outputs
 
     def step(optimizer: torch.optim.Optimizer) -> None:
-        model(*inputs).backward(gradient)
+        loop(model, inputs, gradient)
         optimizer.step()
 
     plain = peak_bytes(lambda: step(torch.optim.SGD(model.parameters(), lr=0.0)))
@@ -112,6 +131,55 @@ class Residual(nn.Module):
         return x
 
 
+class Gates(nn.Module):
+    """The cell of a GRU by layers."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.of_input, self.of_state = nn.Linear(size, 3 * size), nn.Linear(size, 3 * size)
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        reset, update, new = self.of_input(x).chunk(3, -1)
+        own_reset, own_update, own_new = self.of_state(state).chunk(3, -1)
+        update = (update + own_update).sigmoid()
+        new = (new + (reset + own_reset).sigmoid() * own_new).tanh()
+        return new + update * (state - new)
+
+
+class Checkpointed(Gates):
+    """The same, whose gates are computed again in backward."""
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, state, use_reentrant=False)
+
+
+class TiedWords(nn.Module):
+    """A language model whose output layer has the weight of the embedding."""
+
+    def __init__(self, words: int, size: int) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(words, size), nn.Linear(size, words, bias=False)
+        self.blocks, self.out.weight = blocks(size), self.words.weight
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.out(self.blocks(self.words(index)))
+
+
+class Pairs(nn.Module):
+    """A network that one call uses for two inputs."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.body = blocks(size)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        return self.body(first) - self.body(second)
+
+
+def blocks(size: int) -> nn.Sequential:
+    return nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(size, size), nn.LayerNorm(size), nn.Tanh())))
+
+
 class Scaled(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight * 0.3, self.bias)
@@ -156,4 +224,16 @@ CASES: dict[str, Case] = {
     "cross attention": lambda: (Cross(128), tuple(torch.randn(400, 20, 128) for _ in range(3)), {}),
     "autocast": lambda: (Residual(64, 6), (torch.randn(64, 1000, 64),), {}),
     "vmap": lambda: (Own(64), (torch.randn(3000, 64),), {}),
+}
+
+#: Models and loops in which something waits for other uses of a matrix, or for the step.
+WAITING: dict[str, tuple[Case, Loop]] = {
+    "gates, unrolled": (lambda: (Unrolled(Gates(64)), (torch.randn(512, 20, 64),), {}), one_pass),
+    "gates, unrolled, checkpointed": (lambda: (Unrolled(Checkpointed(64)), (torch.randn(512, 24, 64),), {}), one_pass),
+    "GRU cell, unrolled": (lambda: (Unrolled(nn.GRUCell(64, 64)), (torch.randn(512, 20, 64),), {}), one_pass),
+    "language model, tied": (lambda: (TiedWords(2000, 64), (torch.randint(2000, (40, 64)),), {}), one_pass),
+    "two uses in one call": (lambda: (Pairs(64), (torch.randn(64, 300, 64), torch.randn(64, 300, 64)), {}), one_pass),
+    "retained graph": (lambda: (blocks(64), (torch.randn(64, 240, 64),), {}), retained),
+    "unrolled, retained graph": (lambda: (Unrolled(Gates(64)), (torch.randn(512, 16, 64),), {}), retained),
+    "unrolled, accumulated": (lambda: (Unrolled(Gates(64)), (torch.randn(2048, 20, 64),), {}), accumulated),
 }

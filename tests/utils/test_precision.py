@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ngplus
-from ngplus.capture.recorder import Recorder
+from ngplus.capture.waiting import Waiting
 from ngplus.utils import precision
 from ngplus.utils.precision import bfloat16_products, full_precision
 
@@ -101,13 +101,13 @@ def test_every_product_of_the_curvature_is_float32(
 ) -> None:
     """The model's own products keep the precision that the user has set, and so does the setting."""
     captured = Products()
-    make_ready = Recorder._make_ready
+    build = Waiting._build
 
-    def spied(self: Recorder, pending: Any) -> None:
+    def spied(self: Waiting, pending: Any, last: bool) -> None:
         with captured:
-            make_ready(self, pending)
+            build(self, pending, last)
 
-    monkeypatch.setattr(Recorder, "_make_ready", spied)
+    monkeypatch.setattr(Waiting, "_build", spied)
     model = net()
     optimizer = make(model)
     way(value)

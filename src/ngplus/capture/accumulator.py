@@ -51,19 +51,24 @@ class Accumulator:
         side, partition = matrix.side(group["side"]), matrix.partition_of(group)
         index = subsample(factors.samples, group["samples"], seed)
         self.used += factors.samples if index is None else len(index)
-        limit = matrix.refresh_memory - factors.extra_bytes
+        limit = matrix.refresh_memory - matrix.bytes_taken - factors.extra_bytes
         chunk: dict[str, Any] = {
             "samples": index,
             "chunk_bytes": min(limit, products.CHUNK_BYTES),
             "dtype": matrix.dtype,
         }
-        if keeps_low_rank(group, factors.rank(side), partition.size):
-            needed = products.low_rank_bytes(factors, side, matrix.dtype)
+        rank = factors.rank(side) + sum(part[0].shape[-1] for part in self.low_rank)
+        multiplied = self.product_sum is not None and group["solver"] == "auto"
+        if keeps_low_rank(group, rank, partition.size) and not multiplied:
+            roots = sum(root.nbytes for part in self.low_rank for root in part)  # of earlier micro-batches, copied once
+            needed = roots + products.low_rank_bytes(factors, side, matrix.dtype)
             if needed <= limit or group["solver"] != "auto":
                 matrix.note_refresh_bytes(factors.extra_bytes + needed)
                 matrix.form = "root"
                 self.low_rank.append(products.gfim_low_rank(factors, side, partition, **chunk))
                 return
+        if self.low_rank:  # with those of earlier micro-batches U would be larger than L
+            self.product_sum, self.low_rank = self.products(), []
         spec = SketchSpec.parse(group["sketch"])
 
         def sketch(size: int) -> Sketch | None:

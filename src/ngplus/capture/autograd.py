@@ -23,8 +23,9 @@ def is_batched(grad: Tensor) -> bool:
     return functorch.is_batchedtensor(grad) or functorch.is_legacy_batchedtensor(grad)
 
 
-def reaches_parameters(matrix: ParameterMatrix) -> bool:
-    """Returns True if this backward pass computes gradients of the matrix's parameters, and not only of inputs."""
+def reaches_parameters(matrix: ParameterMatrix) -> str:
+    """Returns how this backward pass computes gradients of the matrix's parameters: "backward" adds them to .grad,
+    "grad" is ``autograd.grad``, which returns them; "" if it does not compute them."""
     managed = [matrix.managed[i]._unsharded_param for i in matrix.parts] if matrix.managed else None
     for param in managed or matrix.active_params:
         with torch.enable_grad():
@@ -32,10 +33,10 @@ def reaches_parameters(matrix: ParameterMatrix) -> bool:
         leaf = None if view is None else view.next_functions[0][0]
         try:
             if leaf is None or torch._C._will_engine_execute_node(leaf):
-                return True
-        except RuntimeError:  # autograd.grad for this parameter itself
-            return True
-    return False
+                return "backward"
+        except RuntimeError:  # for this parameter itself
+            return "grad"
+    return ""
 
 
 def hook_target(output: Tensor) -> Tensor:

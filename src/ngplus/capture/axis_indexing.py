@@ -20,7 +20,7 @@ def getitem(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: 
 
 def indexed(tracker: Tracker, x: Tensor, axis: Location, index: Any) -> Any:
     """The samples of x[index], with those of x along ``axis``."""
-    entries = list(index) if isinstance(index, tuple) else [index]
+    entries = [torch.tensor(i) if _is_numbers(i) else i for i in (index if isinstance(index, tuple) else (index,))]
     if any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in entries):
         return UnknownAxis("a mask", chosen=True)
     if any(isinstance(i, bool | list) for i in entries):
@@ -41,10 +41,14 @@ def indexed(tracker: Tracker, x: Tensor, axis: Location, index: Any) -> Any:
             own = tracker.of(i)
             if _looked_up(tracker, axis) and isinstance(own, SampleAxis):
                 return replace(own, dim=own.dim + at)
+            ordered = dim == 0 if isinstance(axis, UnknownAxis) else axis is not None and dim == axis.dim
             if isinstance(own, UnknownAxis):  # rows of x, whatever made the index
-                return replace(own, function="an index", chosen=False)
+                return _reordered(tracker, axis, ordered, replace(own, function="an index", chosen=False))
             if own is not None:
                 return ...
+            if ordered and not tracker.of_rows:
+                began = axis if isinstance(axis, UnknownAxis) else UnknownAxis("__getitem__")
+                return _reordered(tracker, axis, ordered, replace(began, chosen=False))
             dim, at = dim + 1, at + i.dim()
         elif isinstance(i, slice):
             whole = i.indices(x.shape[dim]) == (0, x.shape[dim], 1)
@@ -55,6 +59,17 @@ def indexed(tracker: Tracker, x: Tensor, axis: Location, index: Any) -> Any:
         else:
             dim += 1
     return replace(axis, dim=place[axis.dim]) if isinstance(axis, SampleAxis) and axis.dim in place else ...
+
+
+def _is_numbers(index: Any) -> bool:
+    return isinstance(index, list) and len(index) > 0 and all(type(i) is int for i in index)
+
+
+def _reordered(tracker: Tracker, axis: Location, ordered: bool, found: UnknownAxis) -> UnknownAxis:
+    """Rows that an index has put into another order; an index of such rows may put them back into their own."""
+    if tracker.of_rows or not ordered:
+        return found
+    return replace(found, moved=isinstance(axis, SampleAxis))
 
 
 def _looked_up(tracker: Tracker, axis: Location) -> bool:
@@ -110,6 +125,8 @@ def index_select(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], 
     axis, own = tracker.of(x), tracker.of(index)
     if _looked_up(tracker, axis) and isinstance(own, SampleAxis):
         return replace(own, dim=dim)
+    if not tracker.of_rows and (isinstance(axis, UnknownAxis) or (axis is not None and dim == axis.dim)):
+        return UnknownAxis("index_select", moved=isinstance(axis, SampleAxis))
     return axis if isinstance(axis, SampleAxis) and own is None and dim != axis.dim else ...
 
 

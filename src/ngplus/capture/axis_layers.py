@@ -31,14 +31,14 @@ def linear(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: T
         tracker.unbatched = True
     elif isinstance(axis, SampleAxis) and axis.dim == x.dim() - 1:
         tracker.across = "a linear layer"
-    elif _summed_up(axis):
+    elif summed_up(axis):
         tracker.across = "a linear layer after a mean"
     known = isinstance(axis, SampleAxis) and axis.dim < x.dim() - 1 and tracker.of(weight) is None
     return axis if known else ...
 
 
-def _summed_up(location: Location) -> bool:
-    """Was a sum, mean or maximum taken over the samples?"""
+def summed_up(location: Location) -> bool:
+    """Returns True if a sum, mean or maximum was taken over the samples."""
     return isinstance(location, UnknownAxis) and RULES.get(location.function) is reduction
 
 
@@ -62,14 +62,14 @@ def convolution(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], o
         return ...
     if isinstance(axis, SampleAxis) and axis.dim > 0:
         tracker.across = "a convolution"
-    elif _summed_up(axis):
+    elif summed_up(axis):
         tracker.across = "a convolution after a mean"
     return axis if isinstance(axis, SampleAxis) and axis.dim == 0 and tracker.of(weight) is None else ...
 
 
 @rule("addmm baddbmm bmm matmul mm")
 def matmul(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
-    a, b = args[-2:]
+    a, b = list(tensors((args, {name: x for name, x in kwargs.items() if name != "out"})))[-2:]
     if a.dim() < 2 or b.dim() < 2:
         return ...
     found = []
@@ -143,6 +143,13 @@ def embedding_bag(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any],
     if argument(args, kwargs, 9, "include_last_offset") and len(offsets) == tracker.samples + 1:
         return SampleAxis(0)
     return tracker.of(offsets) or ...
+
+
+@rule("bilinear")
+def bilinear(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Any:
+    axis = agreed(map(tracker.of, args[:2]))
+    known = axis is not ... and axis.dim < out.dim() - 1 and tracker.of(argument(args, kwargs, 2, "weight")) is None
+    return axis if known else ...
 
 
 @rule("embedding")

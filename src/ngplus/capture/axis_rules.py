@@ -39,11 +39,11 @@ from ngplus.capture.sample_axis import (
     """abs abs_ acos alpha_dropout asin atan bernoulli bfloat16 bitwise_not bool byte ceil ceil_ celu clamp clamp_
     clamp_max clamp_max_ clamp_min clamp_min_ clone conj contiguous cos cpu cuda data detach detach_ double dropout
     dropout_ dropout1d dropout2d dropout3d elu elu_ erf erfc exp exp_ exp2 expm1 feature_dropout float floor floor_
-    frac gelu half hardsigmoid hardswish hardtanh hardtanh_ int isfinite isinf isnan leaky_relu leaky_relu_ log log_
-    log1p log2 log_sigmoid logical_not logical_not_ logit long mish nan_to_num nan_to_num_ neg neg_ negative pin_memory
-    positive reciprocal reciprocal_ relu relu_ relu6 requires_grad_ resolve_conj resolve_neg round round_ rrelu rsqrt
-    rsqrt_ selu sgn short sigmoid sigmoid_ sign silu sin sinh softplus softsign sqrt sqrt_ square tan tanh tanh_
-    tanhshrink _threshold trunc __invert__
+    frac gelu half hardsigmoid hardswish hardtanh hardtanh_ imag int isfinite isinf isnan leaky_relu leaky_relu_ log
+    log_ log1p log2 log_sigmoid logical_not logical_not_ logit long mish nan_to_num nan_to_num_ neg neg_ negative
+    pin_memory positive real reciprocal reciprocal_ relu relu_ relu6 requires_grad_ resolve_conj resolve_neg round
+    round_ rrelu rsqrt rsqrt_ selu sgn short sigmoid sigmoid_ sign silu sin sinh softplus softsign sqrt sqrt_ square
+    tan tanh tanh_ tanhshrink _threshold trunc __invert__
 
     add add_ addcdiv addcdiv_ addcmul addcmul_ atan2 bitwise_and bitwise_or bitwise_xor copysign div div_ divide eq
     float_power floor_divide fmod ge greater gt hypot isclose le lerp lerp_ less logaddexp logical_and logical_or
@@ -273,7 +273,12 @@ def fourier(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: 
     return _along(tracker, args[0], argument(args, kwargs, 2, "dim", default=-1))
 
 
-@rule("fft_fft2 fft_fftn fft_ifftn fft_irfftn fft_rfftn")
+@rule("fft_fft2 fft_ifft2 fft_rfft2")
+def fourier_of_two(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    return _along(tracker, args[0], argument(args, kwargs, 2, "dim", default=(-2, -1)))
+
+
+@rule("fft_fftn fft_ifftn fft_irfftn fft_rfftn")
 def fourier_of_several(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
     return _along(tracker, args[0], argument(args, kwargs, 2, "dim"))
 

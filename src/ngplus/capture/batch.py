@@ -121,10 +121,15 @@ class NotPerSample(Exception):
     """
 
 
+def too_large(number: int, memory: int) -> str:
+    """The reason of a matrix for which a refresh would take more bytes than it may."""
+    return reasons.with_detail(reasons.TOO_LARGE, f"{number:,} bytes, refresh_memory is {memory:,}")
+
+
 def check_bytes(number: int, memory: int) -> None:
-    """Raises NotPerSample if a refresh would take more bytes for a matrix than it may."""
+    """Raises NotPerSample with that reason."""
     if number > memory:
-        raise NotPerSample(reasons.with_detail(reasons.TOO_LARGE, f"{number:,} bytes, refresh_memory is {memory:,}"))
+        raise NotPerSample(too_large(number, memory))
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,7 @@ class Batch:
         ragged: the indices that ``sample_index`` returned, by their length.
         outer: how often the samples repeat along the dimension, as after [positions, samples] was flattened.
         memory: bytes that a refresh may take for a matrix, beyond the layer's own inputs and gradients.
+        taken: those that are taken already.
 
     Examples:
         >>> batch = ngplus.layers.Batch(dim=1)
@@ -149,11 +155,12 @@ class Batch:
     ragged: Mapping[int, Ragged] = field(default_factory=dict, repr=False, compare=False)
     outer: int = 1
     memory: int = field(default=REFRESH_MEMORY, repr=False, compare=False)
+    taken: int = field(default=0, repr=False, compare=False)
 
     @property
     def part_bytes(self) -> int:
         """Bytes that a rule takes at a time."""
-        return min(self.memory, CHUNK_BYTES)
+        return min(self.memory - self.taken, CHUNK_BYTES)
 
     def count(self, length: int) -> int:
         """Returns the number of samples in a dimension of this length."""
@@ -188,13 +195,13 @@ class Batch:
         return ragged.sizes if ragged is not None and ragged.uneven else None
 
     def without(self, number: int) -> Batch:
-        """Returns the same batch with less ``memory``, by the bytes that a rule takes for its result."""
+        """Returns the same batch with more bytes ``taken``, those of a rule's result."""
         self.check_bytes(number)
-        return replace(self, memory=self.memory - number)
+        return replace(self, taken=self.taken + number)
 
     def check_bytes(self, number: int) -> None:
         """Raises NotPerSample if a rule would take more than ``memory``."""
-        check_bytes(number, self.memory)
+        check_bytes(self.taken + number, self.memory)
 
     def copies(self, length: int) -> bool:
         """Returns True if ``by_sample`` copies a tensor of this length."""

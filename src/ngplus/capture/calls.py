@@ -21,6 +21,7 @@ from ngplus.capture.sample_index import Ragged
 from ngplus.capture.sample_tracker import SampleTracker
 from ngplus.fisher.factors import Factors, Segments, widen
 from ngplus.utils.dtensor import local, many_ranks, whole
+from ngplus.utils.memory import Storages, storages
 
 Batches = Mapping[int | None, Batch | str]  # by the number of samples; the reason where they are not known
 
@@ -165,7 +166,13 @@ class PendingGradient:
         anchor = torch.zeros((), requires_grad=True)
         detached = [None if x is None else x.detach() for x in inputs]
         self._saved: Any = _SavedInputs.apply(anchor, *detached)  # type: ignore[no-untyped-call]
+        self._inputs = storages(x for x in detached if x is not None)
         self.grad: Tensor | None = None
+
+    @property
+    def storages(self) -> Storages:
+        """Those of the inputs and the gradient."""
+        return self._inputs if self.grad is None else self._inputs | storages([self.grad])
 
     def reset(self) -> None:
         """Drops the gradient. It may arrive again, since the graph was retained."""
@@ -192,21 +199,20 @@ class PendingGradient:
             raise NotPerSample(reasons.INPUT_CHANGED) from error
         # With tensor parallelism inputs and gradients are sharded by features. All ranks gather them.
         inputs, grad = tuple(None if x is None else whole(x) for x in inputs), whole(self.grad.reshape(self._shape))
+        self._inputs = storages(x for x in inputs if x is not None)
         if not matrix.adds_samples:
             for ragged in self.call.ragged.values():
                 ragged.used = True  # on another rank
             return None
-        factors = self._checked_factors(inputs, grad, batch)
-        if self.call.unfinished(matrix):
-            matrix.note_refresh_bytes(factors.nbytes)  # waits for the gradients of other uses
-        return widen(factors, self.use.columns, matrix.layout.cols)
+        return widen(self._checked_factors(inputs, grad, batch), self.use.columns, matrix.layout.cols)
 
     def _batch(self) -> Batch:
         """The samples of the output. Raises NotPerSample if they are not known."""
         found = self._batches.get(self.call.samples, self.call.unclear)
         if isinstance(found, str):
             raise NotPerSample(found)
-        return replace(found, memory=self.use.matrix.refresh_memory)
+        matrix = self.use.matrix
+        return replace(found, memory=matrix.refresh_memory, taken=matrix.bytes_taken)
 
     def _checked_factors(self, inputs: Inputs, grad: Tensor, batch: Batch) -> Factors:
         """Calls the rule. A module with its own forward may not match the rule of its class."""

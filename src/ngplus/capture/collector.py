@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
+from ngplus.capture import reasons
 from ngplus.capture.accumulator import Accumulator
 from ngplus.capture.batch import BatchDims
 from ngplus.capture.coverage import Coverage
@@ -48,6 +49,7 @@ class Collector:
         self._accumulators: dict[int, Accumulator] = {}  # by id of the matrix
         self._after: dict[int, list[GradVersion]] = {}  # after the last backward pass, to see whether .grad is zeroed
         self._pass_began = False  # and has not ended yet
+        self._unused: set[int] = set()  # ids of matrices whose gradients by autograd.grad were not used so far
         self._coverage = Coverage(matrices, weak_method(self._enter_backward))
         self._recorder: Recorder | None = None
         self.wrapper: nn.Module | None = None  # a DistributedDataParallel that has called the model
@@ -94,6 +96,7 @@ class Collector:
     def finish(self) -> None:
         """Accumulates all that has arrived. Call this at the beginning of the step."""
         if self._recorder is not None:
+            self._drop_returned(last=True)
             self._recorder.flush()
             self._coverage.conclude(self._accumulators)
             for matrix in self._matrices:
@@ -121,9 +124,11 @@ class Collector:
         """Drops what was accumulated, as when gradients are set to zero."""
         self._accumulators.clear()
         self._after.clear()
+        self._unused.clear()
         self._coverage.reset()
         if self._recorder is not None:
             self._recorder.discard()
+            self._recorder.returned.clear()
             self._recorder.find_compiled_modules()
 
     def forget(self) -> None:
@@ -174,7 +179,26 @@ class Collector:
                 if self._recorder is not None:
                     self._recorder.discard(matrix)
 
+    def _drop_returned(self, last: bool = False) -> None:
+        """Drops what a pass of ``autograd.grad`` captured, unless its gradients were written to .grad since. Where
+        these may be those of several passes, the matrix falls back."""
+        if self._recorder is None or not self._recorder.returned:
+            return
+        for key, matrix in self._recorder.returned.items():
+            after = self._after.get(key)
+            pairs = [] if after is None else zip(matrix.params, after, strict=True)
+            used = any(p.grad is not grad or (grad is not None and grad._version != v) for p, (grad, v) in pairs)
+            if used and not (last and key in self._unused):
+                continue
+            if used or after is None or not all(_is_zero(p.grad) for p in matrix.params):
+                matrix.fall_back_at_step(reasons.RETURNED)
+            self._unused.add(key)
+            self.take(matrix)
+            self._recorder.discard(matrix)
+        self._recorder.returned.clear()
+
     def _before_gradients(self) -> None:
+        self._drop_returned()
         self._drop_zeroed()  # parts of the model may be called directly, without _before_forward
         if self._pass_began:  # the last pass has failed, and a part of its gradients is in .grad
             self._coverage.pause()

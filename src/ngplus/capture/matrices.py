@@ -21,6 +21,7 @@ from ngplus.capture.layers.base import has_own_forward
 from ngplus.capture.layers.layout import spec_of
 from ngplus.fisher.blocks import BlockPartition
 from ngplus.fisher.products import REFRESH_MEMORY
+from ngplus.utils.memory import HeldStorages
 
 
 class ParameterMatrix:
@@ -50,6 +51,7 @@ class ParameterMatrix:
         self.form: str | None = None  # the form of its product
         self.refresh_memory = REFRESH_MEMORY  # bytes that a refresh may take for it
         self.refresh_bytes = 0  # that the last refresh took
+        self.held = HeldStorages()  # what waits for other uses, of this matrix and others
         self.missed = ""  # why the last refresh captured nothing, and used the mini-batch gradient
         self.double_backward = False  # a backward pass since the last step had create_graph=True
         self.not_captured = ""  # why nothing was captured since the last step; "" if its modules were not called
@@ -117,9 +119,16 @@ class ParameterMatrix:
         self.reason = reason
 
     def note_refresh_bytes(self, number: int) -> None:
-        """Raises NotPerSample if a refresh would take more bytes than it may."""
-        check_bytes(number, self.refresh_memory)
-        self.refresh_bytes = number
+        """Raises NotPerSample if a refresh would take more bytes than it may, beside those that wait."""
+        check_bytes(self.bytes_taken + number, self.refresh_memory)
+        self.refresh_bytes = self.held.of(id(self)) + number
+
+    @property
+    def bytes_taken(self) -> int:
+        """The part of ``refresh_memory`` that is taken by what waits. What other matrices may take beyond this bound
+        is not in it."""
+        spare = max(0, self.held.limit - self.refresh_memory)
+        return max(self.held.of(id(self)), self.held.total - spare)
 
     @property
     def falls_back(self) -> bool:

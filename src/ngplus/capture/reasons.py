@@ -26,6 +26,7 @@ UNEQUAL_CALLS = "calls with different numbers of samples take part in one backwa
 CAME_TWICE = "its gradient came twice, though the graph was not retained"
 OTHER_USES = "part of its gradient does not come from calls of its module"
 DOUBLE_BACKWARD = "part of its gradient comes from a double backward"
+RETURNED = "autograd.grad computed its gradient beside another pass"
 OTHER_RANK = "another rank has no per-sample curvature for it"
 
 # The module, and what it takes and returns.

@@ -27,17 +27,14 @@ from ngplus.capture import reasons
 from ngplus.capture.autograd import hook_target, in_backward, in_functional_call, is_batched, reaches_parameters
 from ngplus.capture.batch import Batch, BatchDims, SampleCount, modules_with_given_dim, sample_dims
 from ngplus.capture.calls import BackwardPass, Batches, ForwardCall, PendingGradient, calls_in_progress, entry_modules
-from ngplus.capture.layers.base import Build, Inputs, LayerRule, NotPerSample
+from ngplus.capture.layers.base import Build, Inputs, LayerRule
 from ngplus.capture.layers.hooks import Hook, Watcher, is_strided
 from ngplus.capture.matrices import ParameterMatrix, Use
 from ngplus.capture.sample_index import SampleIndex, SampleIndexReader
 from ngplus.capture.sample_tracker import SampleTracker
-from ngplus.fisher.factors import Factors, join
+from ngplus.capture.waiting import Sink, Waiting
 from ngplus.utils.compiled import CompiledCalls, uncompiled
-from ngplus.utils.precision import full_precision
 from ngplus.utils.weak import weak_method
-
-Sink = Callable[[ParameterMatrix, Factors], None]
 
 
 class Recorder:
@@ -67,7 +64,6 @@ class Recorder:
         sample_index: SampleIndex | None = None,
     ) -> None:
         self._model = weakref.ref(model)
-        self._sink = sink
         self._on_forward, self._on_record = on_forward, on_record
         self._on_gradients, self._on_backward = on_gradients, on_backward
         self._dims = sample_dims(model, batch_dim)
@@ -84,8 +80,8 @@ class Recorder:
         self._calls: weakref.WeakKeyDictionary[ForwardCall, None] = weakref.WeakKeyDictionary()  # in their order
         self._graph_task = -1  # the outermost backward pass in progress
         self._backward = BackwardPass()
-        self._ready: dict[int, list[tuple[ForwardCall, Factors]]] = {}  # by id of the matrix
-        self._retained: list[PendingGradient] = []  # arrived in passes that retained their graph
+        self._waiting = Waiting(self._matrices, sink)
+        self.returned: dict[int, ParameterMatrix] = {}  # of the last pass, by autograd.grad; by id
         self._handles: list[Any] = []
         self._entries = entry_modules(model, {use.module for use in uses})
         self._register_hooks(model, uses)
@@ -121,6 +117,7 @@ class Recorder:
     def note_armed(self) -> None:
         """Call this after matrices have been armed or disarmed."""
         self.armed = any(matrix.armed for matrix in self._matrices)
+        self._waiting.update_limit()
 
     def listening(self) -> bool:
         """Returns True if a call of the model would now be recorded."""
@@ -142,25 +139,17 @@ class Recorder:
 
     def retained(self) -> set[int]:
         """The ids of the matrices with gradients of retained graphs."""
-        return {id(pending.use.matrix) for pending in self._retained}
+        return self._waiting.retained()
 
     def discard(self, matrix: ParameterMatrix | None = None) -> None:
         """Drops what has arrived, for one matrix or all. Gradients of past forward calls may still arrive."""
         self._end_interrupted_call()
-        dropped = [p for p in self._retained if matrix is None or p.use.matrix is matrix]
-        self._retained = [p for p in self._retained if matrix is not None and p.use.matrix is not matrix]
-        for pending in dropped:
-            pending.reset()
-        if matrix is None:
-            self._ready.clear()
+        self._waiting.discard(matrix)
 
     def flush(self) -> None:
         """Passes on all that has arrived."""
         self._end_interrupted_call()
-        retained, self._retained = self._retained, []
-        for pending in retained:
-            self._make_ready(pending)
-        self._flush_all()
+        self._waiting.flush_all(retained=True)
 
     def complaint(self) -> str:
         """Returns the warning about ``sample_index`` after ``flush``; "" if none, or if the reasons tell it."""
@@ -316,8 +305,11 @@ class Recorder:
         def arrive(grad: Tensor) -> None:
             recorder = this()
             matrix.double_backward = matrix.double_backward or torch.is_grad_enabled()  # create_graph=True
-            if recorder is not None and matrix.armed and not is_batched(grad) and reaches_parameters(matrix):
-                recorder._arrive(pending, grad)
+            if recorder is None or not matrix.armed or is_batched(grad) or not (reached := reaches_parameters(matrix)):
+                return
+            recorder._arrive(pending, grad)
+            if reached == "grad":  # after what the last pass returned was dropped
+                recorder.returned[id(matrix)] = matrix
 
         hook_target(output).register_hook(arrive)
 
@@ -332,54 +324,17 @@ class Recorder:
         grad = grad.detach()
         call.retained = call.retained or torch._C._autograd._get_current_graph_task_keep_graph()
         if call.retained:
-            if pending.grad is None:
-                self._retained.append(pending)
-            pending.grad = grad if pending.grad is None else pending.grad + grad
+            self._waiting.retain(pending, grad)
             return
         pending.grad = grad
-        last = not any(other.unfinished(matrix) for other in self._calls)
-        self._make_ready(pending)
-        if last:
-            self._flush(matrix)
-
-    def _make_ready(self, pending: PendingGradient) -> None:
-        matrix, call = pending.use.matrix, pending.call
-        assert pending.grad is not None
-        with torch.no_grad(), full_precision(pending.grad.device):
-            try:
-                factors = None if matrix.falls_back else pending.factors()
-            except NotPerSample as reason:
-                matrix.fall_back_at_step(str(reason))
-                self._ready.pop(id(matrix), None)
-                return
-            finally:
-                pending.grad = None
-                if not call.retained:
-                    pending.release_inputs()
-        if factors is not None:
-            self._ready.setdefault(id(matrix), []).append((call, factors))
-
-    def _flush_all(self) -> None:
-        for matrix in self._matrices:
-            if id(matrix) in self._ready:
-                self._flush(matrix)
-
-    def _flush(self, matrix: ParameterMatrix) -> None:
-        by_call: dict[ForwardCall, list[Factors]] = {}
-        for call, factors in self._ready.pop(id(matrix), []):
-            by_call.setdefault(call.first, []).append(factors)
-        with torch.no_grad(), full_precision(matrix.params[0].device):
-            for uses in by_call.values():
-                for factors in join(uses):
-                    self._sink(matrix, factors)
-                    matrix.not_captured = reasons.ZEROED  # if it is dropped until the step
+        self._waiting.add(pending, last=not any(other.unfinished(matrix) for other in self._calls))
 
     def enter_backward(self) -> None:
         """Runs once for each outermost backward pass, before its first gradient is used."""
         if self._graph_task == -1:
             self._graph_task = torch._C._current_graph_task_id()
             self._backward = BackwardPass()
-            self._ready.clear()  # left by a pass that failed
+            self._waiting.discard_factors()  # left by a pass that failed
             Variable._execution_engine.queue_callback(weak_method(self._leave_backward))
             if self._on_gradients is not None:
                 with torch.no_grad():
@@ -388,7 +343,7 @@ class Recorder:
     def _leave_backward(self) -> None:
         """Passes on what has arrived. Uses that this pass did not reach are not waited for."""
         self._graph_task, self._backward = -1, BackwardPass()
-        self._flush_all()
+        self._waiting.flush_all()
         if self._on_backward is not None:
             with torch.no_grad():
                 self._on_backward()

@@ -91,10 +91,11 @@ def argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, *names:
 
 def agreed(found: Iterable[Location]) -> Any:
     """Returns the axis on which these locations agree, if there is one. Rows that are not known keep the places of
-    known rows to which they are added, but not those of blank ones."""
+    known rows to which they are added, but not those of blank ones; nor do rows in another order."""
     each = [location for location in found if location is not None]
     axes = [axis for axis in each if isinstance(axis, SampleAxis)]
     blank = all(axis.blank for axis in axes)
-    if not axes or set(axes) != {axes[0]} or (blank and len(axes) < len(each)):
+    moved = any(location.moved for location in each if isinstance(location, UnknownAxis))
+    if not axes or set(axes) != {axes[0]} or moved or (blank and len(axes) < len(each)):
         return ...
     return replace(axes[0], blank=blank)

@@ -120,16 +120,21 @@ class SampleTracker(TorchFunctionMode):
         """Returns True if the samples can be those of the model's output. They cannot if they were summed up, as the
         nodes of graphs or the time steps of a batch along another dimension."""
         found = [x for x in tensors(output) if x.requires_grad and not x.is_nested]
-        return all(map(self._may_be_in, found))
+        known = any(isinstance(self.of(x), SampleAxis) for x in found)
+        return all(self._may_be_in(x, known) for x in found)
 
-    def _may_be_in(self, x: Tensor) -> bool:
+    def _may_be_in(self, x: Tensor, known: bool) -> bool:
+        """``known``: they are known to be those of another output."""
         location = self.of(x)
         if isinstance(location, SampleAxis):
             return True
         if x.numel() == 1:  # a loss
             return not isinstance(location, UnknownAxis) or location.function not in SUMS_OF_ROWS
+        if axis_layers.summed_up(location):
+            return False
         chosen = isinstance(location, UnknownAxis) and location.chosen  # as the outputs at masked tokens
-        return chosen or self.samples in x.shape[: max(2, self._dim + 1)]
+        other = known and not (isinstance(location, UnknownAxis) and location.function in SUMS_OF_ROWS)
+        return chosen or other or self.samples in x.shape[: max(2, self._dim + 1)]
 
     def _follow(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
         given = [location for x in tensors((args, kwargs)) if (location := self.of(x)) is not None]
@@ -156,8 +161,12 @@ class SampleTracker(TorchFunctionMode):
             return UnknownAxis(name)
         began = [each for each in given if isinstance(each, UnknownAxis)] or [UnknownAxis(name)]
         unknown = next((each for each in began if each.function in SUMS_OF_ROWS), began[0])
-        keeps = RULES.get(name) in (axis_rules.entrywise, axis_layers.linear)
-        return unknown if keeps else replace(unknown, chosen=False)
+        rule = RULES.get(name)
+        keeps = rule in (axis_rules.entrywise, axis_layers.linear)
+        breaks = name in WRITES or (rule is not None and rule is not axis_rules.reduction)
+        moved = breaks and any(isinstance(each, SampleAxis) and not each.blank for each in given)
+        moved = moved or (name not in WRITES and any(each.moved for each in began))
+        return replace(unknown, chosen=unknown.chosen and keeps, moved=moved)
 
     def _fits(self, x: Tensor, location: Location) -> bool:
         if not isinstance(location, SampleAxis):
@@ -166,6 +175,8 @@ class SampleTracker(TorchFunctionMode):
         return 0 <= location.dim < x.dim() and x.shape[location.dim] == size
 
 
+#: Functions that may put rows back into their own order.
+WRITES = {"__setitem__", "index_copy", "index_copy_", "index_put", "index_put_", "scatter", "scatter_"}
 SUMS_OF_ROWS = {
     f"{name}{end}"
     for name in ("index_add", "index_reduce", "put", "scatter_add", "scatter_reduce", "segment_reduce")

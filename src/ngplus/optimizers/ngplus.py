@@ -100,8 +100,8 @@ class NGPlus(BaseOptimizer):
         graft (str): the step length of each layer. ``"sgd"``: $\lVert G \rVert$, at most $\sqrt{\operatorname{tr} L}$
             of the last refresh, which only outliers exceed. ``"adam"``: that of Adam; ``momentum`` is then also its
             $\beta_1$, and the momentum a moving average. None: that of $D$ (default: ``"sgd"``).
-        refresh_memory (int): bytes that a refresh may take for a matrix, beyond its state and a step without a refresh.
-            A matrix that needs more for one sample has mini-batch curvature (default: 2**30).
+        refresh_memory (int): bytes that a refresh may take beyond the state and a step without a refresh. A matrix that
+            needs more has mini-batch curvature (default: 2**30).
 
     Args: Samples
         samples (int or float): size or fraction of a random sub-sample, drawn from every micro-batch on every rank;

@@ -1,14 +1,60 @@
-"""The bytes of the tensors that a computation makes, measured while it runs."""
+"""The bytes of tensors: of those that are given, and of those that a computation makes, measured while it runs."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ngplus.utils.dtensor import local
+
+Storages = dict[int, int]  # bytes by the address of the storage's record
+
+
+def storages(tensors: Iterable[Tensor]) -> Storages:
+    """Returns the bytes of what the tensors are stored in: those of several views once."""
+    found = (local(x).untyped_storage() for x in tensors)
+    return {storage._cdata: storage.nbytes() for storage in found}
+
+
+class HeldStorages:
+    """What several owners keep. A storage that several of them keep counts once.
+
+    Attributes:
+        total: bytes of all of them.
+        limit: the most that these may be.
+    """
+
+    def __init__(self) -> None:
+        self.total = self.limit = 0
+        self._of: dict[Any, Storages] = {}
+        self._owners: Counter[int] = Counter()
+
+    def of(self, owner: Any) -> int:
+        """Returns the bytes that an owner keeps."""
+        return sum(self._of.get(owner, {}).values())
+
+    def add(self, owner: Any, found: Storages) -> None:
+        """Adds storages to those of an owner."""
+        held = self._of.setdefault(owner, {})
+        for key, number in found.items():
+            if key not in held:
+                held[key] = number
+                self.total += 0 if self._owners[key] else number
+                self._owners[key] += 1
+
+    def release(self, owner: Any) -> None:
+        """Removes those of an owner."""
+        for key, number in self._of.pop(owner, {}).items():
+            self._owners[key] -= 1
+            if not self._owners[key]:
+                del self._owners[key]
+                self.total -= number
 
 
 class PeakBytes(TorchDispatchMode):

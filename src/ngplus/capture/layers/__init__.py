@@ -3,6 +3,7 @@
 from ngplus.capture.batch import Batch
 from ngplus.capture.layers.attention import MultiheadAttentionRule
 from ngplus.capture.layers.base import LayerRule, NotPerSample, register_layer, rule_for
+from ngplus.capture.layers.cell import CellRule
 from ngplus.capture.layers.conv import ConvRule, ConvTransposeRule
 from ngplus.capture.layers.embedding import EmbeddingBagRule, EmbeddingRule
 from ngplus.capture.layers.hooks import Watcher
@@ -19,8 +20,8 @@ from ngplus.capture.layers.norm import (
 from ngplus.capture.layers.vmap import UnknownModuleRule
 
 __all__ = [
-    "Batch", "BatchNormRule", "ConvRule", "ConvTransposeRule", "EmbeddingBagRule", "EmbeddingRule", "GroupNormRule",
-    "InstanceNormRule", "LayerNormRule", "LayerRule", "Layout", "LinearRule", "MatrixSpec", "MultiheadAttentionRule",
-    "NormRule", "NotPerSample", "RMSNormRule", "TransposedLinearRule", "UnknownModuleRule", "Watcher", "linear_factors",
-    "register_layer", "rule_for",
+    "Batch", "BatchNormRule", "CellRule", "ConvRule", "ConvTransposeRule", "EmbeddingBagRule", "EmbeddingRule",
+    "GroupNormRule", "InstanceNormRule", "LayerNormRule", "LayerRule", "Layout", "LinearRule", "MatrixSpec",
+    "MultiheadAttentionRule", "NormRule", "NotPerSample", "RMSNormRule", "TransposedLinearRule", "UnknownModuleRule",
+    "Watcher", "linear_factors", "register_layer", "rule_for",
 ]  # fmt: skip

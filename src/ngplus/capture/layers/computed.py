@@ -288,13 +288,13 @@ class _Build:
         with_bias = len(active) > 1 and active[1]
         if self._path is None or (self._computed and self._matrix == 0):
             return self._of_weight(x, grad, (active[0], with_bias), batch)
-        assert weight is not None
         name = spec.names[0]
         self._path.check()
         if name not in self._path.names:
             raise NotPerSample(reasons.COMPUTED_FROM_OTHERS)
         if not active[0]:
             return self._of_weight(x, grad, (False, with_bias), batch)
+        assert weight is not None
         of_weight = self._rule.matrices(self._module)[0].kinds[0]
         scale = None if self._computed else self._path.factor(weight)
         linear = x is not None and (self._rule.linear or not x.is_floating_point())
@@ -352,7 +352,7 @@ class _PulledBack:
     ) -> None:
         self._inner, self._pull, self._before, self._after, self._bias = inner, pull, before, after, bias
         self.shape = (after.groups, inner.samples, after.rows, after.cols + bias)
-        self.half_precision, self.nbytes = inner.half_precision, inner.nbytes
+        self.half_precision, self.tensors = inner.half_precision, inner.tensors
         of_inner = inner.memory("left", "explicit", inner.cols)
         self.entries = of_inner + 2 * inner.groups * inner.rows * inner.cols
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -83,9 +83,8 @@ class Patches:
         which = slice(start, start + cols.stop - cols.start) if first == last else slice(None)
         return part._patches(part._padded(slice(None)), which)
 
-    @property
-    def nbytes(self) -> int:
-        return self._x.nbytes
+    def tensors(self) -> Iterator[Tensor]:
+        yield self._x
 
     @property
     def gram_cost(self) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ngplus.capture.batch import Batch, check_bytes
+from ngplus.capture.batch import Batch
 from ngplus.fisher.factors import Factors, Parts
 from ngplus.fisher.factors.base import Samples
 
@@ -31,11 +31,11 @@ def by_parts(
     if batch.dim is None or not (copies or batch.copies(length)):
         return build(tensors, batch)
     samples, (largest, entries) = batch.count(length), batch.longest(length)
-    kept = sum(x.nbytes for x in tensors)
-    each = COPIES * entries * kept // length  # bytes of the largest sample
-    if (samples * each if fills else COPIES * kept) <= batch.part_bytes:
+    given = sum(x.nbytes for x in tensors)
+    each = COPIES * entries * given // length  # bytes of the largest sample
+    if (samples * each if fills else COPIES * given) <= batch.part_bytes:
         return build(tensors, batch)
-    check_bytes(each, batch.memory)
+    batch.check_bytes(each)
 
     def part(chosen: Samples) -> Factors:
         index, own = batch.part(length, chosen)
@@ -43,5 +43,5 @@ def by_parts(
 
     like = part(torch.tensor([largest]))
     copied = COPIES * entries * sum(x.nbytes // min(4, x.element_size()) for x in tensors) // length
-    step = batch.part_bytes // (4 * (each if fills else COPIES * kept // samples + 1))
-    return Parts(part, samples, like, copied, kept, max(1, step))
+    step = batch.part_bytes // (4 * (each if fills else COPIES * given // samples + 1))
+    return Parts(part, samples, like, copied, tensors, max(1, step))

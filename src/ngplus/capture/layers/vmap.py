@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
 from itertools import accumulate
@@ -23,12 +24,41 @@ from ngplus.capture.batch import Batch
 from ngplus.capture.layers.base import Active, Inputs, LayerRule, NotPerSample
 from ngplus.capture.layers.hooks import Watcher
 from ngplus.capture.layers.layout import Layout, MatrixSpec, spec_of
-from ngplus.fisher.factors import Factors, OnDemand
+from ngplus.fisher.factors import Factors, OnDemand, tensor_version
 from ngplus.fisher.factors.base import Samples
 from ngplus.utils.memory import PeakBytes
 from ngplus.utils.warnings import no_vmap_warnings
 
 Measured = dict[tuple[Any, ...], int]  # bytes that one row takes, by the shapes of inputs and parameters
+
+
+class _State:
+    """Copies of a module's parameters and buffers, since its forward may change them in place."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.version = _state_version(module)
+        own = (*module.named_parameters(), *module.named_buffers())
+        self.tensors = {name: x.detach().clone() for name, x in own}
+
+
+class _Shared:
+    """What the calls of one module share: what rows took in earlier refreshes, and the copies of its state that other
+    calls hold."""
+
+    def __init__(self) -> None:
+        self.measured: Measured = {}
+        self._state: weakref.ref[_State] | None = None
+
+    def state(self, module: nn.Module) -> _State:
+        held = None if self._state is None else self._state()
+        if held is None or held.version != _state_version(module):
+            held = _State(module)
+            self._state = weakref.ref(held)
+        return held
+
+
+def _state_version(module: nn.Module) -> list[Any]:
+    return [tensor_version(x) for x in (*module.parameters(), *module.buffers())]
 
 
 class UnknownModuleRule(LayerRule):
@@ -61,7 +91,7 @@ class UnknownModuleRule(LayerRule):
     def watch(self, module: Any, watcher: Watcher) -> list[Any]:
         specs = self.matrices(module)
         versions: dict[int, list[int]] = {}  # of the inputs of each thread's current call
-        measured: Measured = {}
+        shared = _Shared()
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             if any(watcher.recording(i) for i in range(len(specs))):
@@ -78,7 +108,7 @@ class UnknownModuleRule(LayerRule):
                 if changed:
                     watcher.refuse(i, reasons.with_detail(reasons.VMAP_IN_PLACE, type(module).__name__))
                 elif len(found) == 1:
-                    build = _VmapBuild(module, spec, given, found[0], measured)
+                    build = _VmapBuild(module, spec, given, found[0], shared)
                     watcher.record(i, outputs[found[0]], build.tensors(given), build)
                 elif found:
                     watcher.refuse(i, reasons.with_detail(reasons.VMAP_OUTPUTS, type(module).__name__))
@@ -92,12 +122,11 @@ class UnknownModuleRule(LayerRule):
 class _VmapBuild:
     """Builds G_i = d <f(W; x_i), g_i> / dW for each sample i, by vmap over the module's forward.
 
-    ``given`` are the arguments of the call, ``output`` is the index of the output tensor whose gradient arrives, and
-    ``measured`` has what rows took in earlier refreshes.
+    ``given`` are the arguments of the call, ``output`` is the index of the output tensor whose gradient arrives.
     """
 
-    def __init__(self, module: nn.Module, spec: MatrixSpec, given: Any, output: int, measured: Measured) -> None:
-        self._module, self._spec, self._output, self._measured = module, spec, output, measured
+    def __init__(self, module: nn.Module, spec: MatrixSpec, given: Any, output: int, shared: _Shared) -> None:
+        self._module, self._spec, self._output, self._shared = module, spec, output, shared
         leaves, self._tree = pytree.tree_flatten(given)
         self._positions = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         self._constants = [None if isinstance(x, Tensor) else x for x in leaves]  # tensors are saved by the recorder
@@ -110,9 +139,7 @@ class _VmapBuild:
         names, kinds = zip(
             *((n, k) for n, k, on in zip(self._spec.names, self._spec.kinds, active, strict=True) if on), strict=True
         )
-        # Copies, since the forward may change parameters or buffers in place.
-        own = (*self._module.named_parameters(), *self._module.named_buffers())
-        state = {name: p.detach().clone() for name, p in own}
+        state = self._shared.state(self._module)
         tensors = [x for x in inputs if x is not None]
         if batch.dim is None:
             tensors, gradient = [x[None] for x in tensors], gradient[None]
@@ -135,9 +162,9 @@ class _VmapBuild:
             output = functional_call(module, {**rest, **params}, args, kwargs)
             return (pytree.tree_leaves(output)[self._output] * one(g)).sum()
 
-        layout = Layout([state[name].shape for name in names], kinds, self._spec.groups)
+        layout = Layout([state.tensors[name].shape for name in names], kinds, self._spec.groups)
         given = (tensors, in_dims), (gradient, dim)
-        return OnDemand(_VmapGradients(inner, state, names, layout, *given, batch, self._measured))
+        return OnDemand(_VmapGradients(inner, state, names, layout, *given, batch, self._shared.measured))
 
 
 class _VmapGradients:
@@ -159,7 +186,7 @@ class _VmapGradients:
     def __init__(
         self,
         inner: Callable[[dict[str, Tensor], dict[str, Tensor], list[Tensor], Tensor], Tensor],
-        state: dict[str, Tensor],
+        state: _State,
         names: Sequence[str],
         layout: Layout,
         inputs: tuple[list[Tensor], list[int | None]],
@@ -173,13 +200,13 @@ class _VmapGradients:
         self._order, self._sizes = _rows_by_sample(batch, rows, self._gradient.device)
         self._ends = list(accumulate(self._sizes))
         self.shape = (layout.groups, len(self._sizes), layout.rows, layout.cols)
-        self.half_precision = state[names[0]].dtype in (torch.float16, torch.bfloat16)
-        self.nbytes = sum(x.nbytes for x in state.values())
+        self.half_precision = state.tensors[names[0]].dtype in (torch.float16, torch.bfloat16)
+        copies = list(state.tensors.values())
         each = self._gradient.element_size()
-        key = (*self._names, *(x.shape for x in state.values()))
+        key = (*self._names, *(x.shape for x in copies))
         key += tuple(x.shape if axis is None else x.select(axis, 0).shape for x, axis in zip(*inputs, strict=True))
         if key not in measured:
-            batch.check_bytes(self.nbytes + 2 * layout.groups * layout.rows * layout.cols * each)
+            batch.check_bytes(sum(x.nbytes for x in copies) + 2 * layout.groups * layout.rows * layout.cols * each)
             with PeakBytes(batch.check_bytes) as found:
                 next(self._by_rows(self._each_row, self._order[:1], 1))
             measured[key] = found.peak
@@ -198,6 +225,9 @@ class _VmapGradients:
             out.index_add_(0, owner[start : start + len(values)].to(out.device), values.to(dtype))
             start += len(values)
         return out.transpose(0, 1)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (*self._state.tensors.values(), *self._inputs, self._gradient)
 
     def _each_row(self, state: dict[str, Tensor], varied: dict[str, Tensor], inputs: list[Tensor], g: Tensor) -> Tensor:
         def joined(inputs: list[Tensor], g: Tensor) -> Tensor:
@@ -229,7 +259,7 @@ class _VmapGradients:
                 x.clone() if axis is None else x.index_select(axis, chunk)
                 for x, axis in zip(self._inputs, self._in_dims, strict=True)
             ]
-            state = {name: x.clone() for name, x in self._state.items()}
+            state = {name: x.clone() for name, x in self._state.tensors.items()}
             varied = {name: state.pop(name) for name in self._names}
             try:
                 with torch.enable_grad(), no_vmap_warnings():

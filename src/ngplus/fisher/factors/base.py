@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -34,9 +35,8 @@ class LazyFactor(Protocol):
     def gram(self, samples: Samples, dtype: torch.dtype) -> Tensor:
         """r_ip . r_iq, [groups, samples, positions, positions]."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors that it keeps."""
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors that it keeps."""
 
     @property
     def gram_memory(self) -> int:
@@ -53,13 +53,15 @@ class LazyGradients(Protocol):
     shape: tuple[int, int, int, int]  # [groups, samples, m, n]
     half_precision: bool  # are they computed from float16 or bfloat16?
     entries: int  # temporary entries of ``take`` per sample, besides its result
-    nbytes: int  # of the tensors that it copied
 
     def take(self, samples: Samples, dtype: torch.dtype) -> Tensor:
         """G_i of these samples, [groups, samples, m, n]."""
 
     def total(self, dtype: torch.dtype) -> Tensor:
         """sum_i G_i, [groups, m, n]."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors that it keeps."""
 
 
 Factor = Tensor | LazyFactor
@@ -126,14 +128,17 @@ class Factors:
         """
         return block_of(self.gradients(slice(None), dtype)[..., rows, cols])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors that it keeps."""
-        return sum(x.nbytes for x in vars(self).values() if hasattr(x, "nbytes"))
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors that it keeps."""
+        for x in vars(self).values():
+            if isinstance(x, Tensor):
+                yield x
+            elif hasattr(x, "tensors"):
+                yield from x.tensors()
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of those that a backward pass without curvature would not keep, or not for so long."""
+        """Bytes of temporaries whatever the number of samples."""
         return 0
 
     def pair(self, side: str, form: str, samples: Samples, sketch: Sketch | None, dtype: torch.dtype) -> Pair:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -147,10 +147,13 @@ class SomeRows:
     def __init__(self, values: Tensor, start: int, total: int) -> None:
         self._values, self._start, self._end = values, start, total - start - values.shape[-1]
         self.shape = (*values.shape[:-1], total)
-        self.nbytes, self.device = values.nbytes, values.device
+        self.device = values.device
 
     def take(self, samples: Samples) -> Tensor:
         return torch.nn.functional.pad(self._values[:, samples], (self._start, self._end))
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield self._values
 
     def columns(self, cols: slice, samples: slice) -> Tensor:
         wanted = range(*cols.indices(self.shape[-1]))
@@ -179,10 +182,6 @@ class Rows(Factors):
         self.groups, self.samples, self.rows, self.cols = self.values.shape
         self.positions = min(self.rows, self.cols)
 
-    @property
-    def extra_bytes(self) -> int:
-        return self.nbytes
-
     def gradients(self, samples: Samples, dtype: torch.dtype) -> Tensor:
         return self.values[:, samples].to(dtype)
 
@@ -203,10 +202,6 @@ class OnDemand(Factors):
     @property
     def half_precision(self) -> bool:
         return self.source.half_precision
-
-    @property
-    def extra_bytes(self) -> int:
-        return self.nbytes
 
     def gradients(self, samples: Samples, dtype: torch.dtype) -> Tensor:
         return self.source.take(samples, dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ class Parts(Factors):
         samples: their number.
         largest: the factors of the sample with the most positions.
         copied: entries that ``build`` copies for that sample.
-        kept: bytes of the tensors that it copies from.
+        kept: the tensors that it copies from.
         step: samples of which ``gradient_sum`` and ``gradient_block`` make the factors at a time.
     """
 
@@ -29,7 +29,7 @@ class Parts(Factors):
     samples: int
     largest: Factors
     copied: int
-    kept: int
+    kept: Sequence[Tensor]
     step: int
 
     def __post_init__(self) -> None:
@@ -40,9 +40,9 @@ class Parts(Factors):
     def half_precision(self) -> bool:
         return self.largest.half_precision
 
-    @property
-    def nbytes(self) -> int:
-        return self.kept
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.kept
+        yield from self.largest.tensors()
 
     def _parts(self) -> Iterator[Factors]:
         for start in range(0, self.samples, self.step):
@@ -84,7 +84,7 @@ def at_once(factors: Factors) -> Factors:
     return factors
 
 
-def in_parts(build: Callable[[Samples], Factors], samples: int, copied: int, kept: int) -> Factors:
+def in_parts(build: Callable[[Samples], Factors], samples: int, copied: int, kept: Sequence[Tensor]) -> Factors:
     """Returns the factors that ``build`` makes, for some samples at a time if it copies more than ``CHUNK`` entries."""
     if samples * copied <= CHUNK:
         return build(slice(None))

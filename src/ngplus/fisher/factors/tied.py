@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -40,13 +40,13 @@ class Joined(Factors):
     def half_precision(self) -> bool:
         return any(use.half_precision for use in self.uses)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(use.nbytes for use in self.uses)
+    def tensors(self) -> Iterator[Tensor]:
+        for use in self.uses:
+            yield from use.tensors()
 
     @property
     def extra_bytes(self) -> int:
-        return self.nbytes  # the first ones wait for the last one
+        return max(use.extra_bytes for use in self.uses)
 
     def gradient_sum(self, dtype: torch.dtype) -> Tensor:
         return add_up(use.gradient_sum(dtype) for use in self.uses)
@@ -128,7 +128,7 @@ def _join_same(uses: Sequence[Factors]) -> Factors:
 
         pairs = [(use.index, use.values) for use in lookups]
         copied = sum(use.positions * (use.cols + 2) for use in lookups)
-        return in_parts(build, lookups[0].samples, copied, sum(use.nbytes for use in lookups))
+        return in_parts(build, lookups[0].samples, copied, [x for use in lookups for x in use.tensors()])
     return uses[0] if len(uses) == 1 else Joined(uses)
 
 
@@ -167,7 +167,7 @@ def _wide_parts(factors: Outer | Lookup, place: Callable[[Tensor], Tensor], tota
             return Lookup(factors.index[samples], place(factors.values[samples]), factors.rows)
         return Outer(take(factors.left, samples), place(factors.dense_right(samples)))
 
-    return in_parts(build, factors.samples, 2 * factors.groups * factors.positions * total, factors.nbytes)
+    return in_parts(build, factors.samples, 2 * factors.groups * factors.positions * total, [*factors.tensors()])
 
 
 class _Widened:
@@ -176,13 +176,16 @@ class _Widened:
     def __init__(self, source: LazyGradients, place: Callable[[Tensor], Tensor], total: int) -> None:
         self._source, self._place = source, place
         self.shape, self.half_precision = (*source.shape[:3], total), source.half_precision
-        self.nbytes, self.entries = source.nbytes, source.entries + prod(source.shape) // source.shape[1]
+        self.entries = source.entries + prod(source.shape) // source.shape[1]
 
     def take(self, samples: Samples, dtype: torch.dtype) -> Tensor:
         return self._place(self._source.take(samples, dtype))
 
     def total(self, dtype: torch.dtype) -> Tensor:
         return self._place(self._source.total(dtype))
+
+    def tensors(self) -> Iterator[Tensor]:
+        return self._source.tensors()
 
 
 def _inner(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
