@@ -369,3 +369,21 @@ def test_later_trials_are_near_the_best() -> None:
         assert max(map(abs, near)) <= search.LOCAL / 2 + 1e-9
         assert min(near) < 0 <= max(near)
     assert len({tuple(point.values()) for point in points}) == made.trials
+
+
+def test_settings_that_are_tried_as_well() -> None:
+    start = ["--start", "lr=0.02", "--storage", "sqlite:///start.db"]
+    ngplus("tune", "digits", "-o", "adam", "--trials", "3", *start, *SHORT)
+    ngplus("tune", "digits", "-o", "adam", "--trials", "4", *start, *SHORT)  # it is not tried twice
+    assert [trial["hyper"]["lr"] for trial in trials_of("adam")] == [0.02, 0.005477, 0.0234, 0.001282]
+    assert "outside of the range 0.0003 to 0.1" in ngplus("tune", "digits", "-o", "adam", "--start", "lr=1", code=2)
+    assert "--start takes lr, not beta" in ngplus("tune", "digits", "-o", "adam", "--start", "beta=1", code=2)
+
+
+def test_a_point_is_what_its_hyper_parameters_stand_for() -> None:
+    from ngplus.lab import optimizers, search
+
+    ranges, scales = optimizers.get("kfac").ranges, search.Scales(2.0, 3.0)
+    for point in search.points(ranges, 4):
+        values = search.hyper(ranges, point, scales)
+        assert search.point_of(ranges, values, scales) == pytest.approx(point, rel=1e-3)

@@ -83,11 +83,28 @@ def hyper(ranges: Mapping[str, Range], point: Mapping[str, float], scales: Scale
     what is measured."""
     found: dict[str, float] = {}
     for name, entry in sorted(ranges.items(), key=lambda pair: pair[1].unit == "step * damping"):
-        own = scales.rate if name in RATES else 1.0
-        units = {"": own, "step": scales.step, "eigenvalue": scales.eigenvalue}
-        unit = scales.step * found["damping"] if entry.unit == "step * damping" else units[entry.unit]
-        found[name] = rounded(point[coordinate(name, entry)] * unit)
+        found[name] = rounded(point[coordinate(name, entry)] * _unit(name, entry, found, scales))
     return found
+
+
+def point_of(ranges: Mapping[str, Range], values: Mapping[str, float], scales: Scales) -> dict[str, float]:
+    """The inverse of :func:`hyper`. ValueError for other hyper-parameters, or outside of the ranges."""
+    if set(values) != set(ranges):
+        raise ValueError(f"--start takes {', '.join(ranges)}, not {', '.join(values) or 'nothing'}")
+    found = {}
+    for name, entry in ranges.items():
+        unit = _unit(name, entry, values, scales)
+        value = found[coordinate(name, entry)] = values[name] / unit
+        if not entry.low <= value <= entry.high:
+            span = f"{entry.low * unit:.3g} to {entry.high * unit:.3g}"
+            raise ValueError(f"--start {name}={values[name]:g} is outside of the range {span}")
+    return found
+
+
+def _unit(name: str, entry: Range, values: Mapping[str, float], scales: Scales) -> float:
+    own = scales.rate if name in RATES else 1.0
+    units = {"": own, "step": scales.step, "eigenvalue": scales.eigenvalue}
+    return scales.step * values["damping"] if entry.unit == "step * damping" else units[entry.unit]
 
 
 def coordinate(name: str, entry: Range) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngplus.lab.search import Scales, hyper, points
+from ngplus.lab.search import Scales, hyper, point_of, points
 from ngplus.lab.terminal import count
 
 if TYPE_CHECKING:
@@ -56,11 +56,19 @@ class Plan:
         """The hyper-parameters of a trial, whose own parameters are coordinates."""
         return hyper(self.optimizer.ranges, trial.params, self.scales)
 
-    def point(self, place: int) -> dict[str, float]:
-        """The coordinates of the trial at this place: a point of Sobol's sequence over the whole ranges, then near the
-        best trial so far."""
+    def point(self, number: int) -> dict[str, float]:
+        """The coordinates of the trial of that number: a point of Sobol's sequence over the whole ranges, then near
+        the best trial so far. Trials of ``--start`` do not count."""
+        before = self.study.get_trials(deepcopy=False)[:number]
+        place = sum("start" not in t.user_attrs and t.state.name != "FAIL" for t in before)
         around = self.ranked()[0].params if place >= GLOBAL_TRIALS and self.counted() else None
         return points(self.optimizer.ranges, place + 1, around)[place]
+
+    def begin_with(self, values: Mapping[str, float]) -> None:
+        """Queues a trial with these hyper-parameters, once."""
+        point = point_of(self.optimizer.ranges, values, self.scales)
+        if not any(t.user_attrs.get("start") == point for t in self.study.get_trials(deepcopy=False)):
+            self.study.enqueue_trial(point, user_attrs={"start": point})
 
     def most_runs(self) -> int:
         return self.trials * self.seeds + (self.finalists * self.runs if self.finalists > 1 else 0)

@@ -62,6 +62,10 @@ def tune(
     threads: options.Threads = None,
     device: options.Device = "cpu",
     presets: options.PresetFolder = None,
+    starts: Annotated[
+        list[str] | None,
+        typer.Option("--start", help="Settings to try as well, such as lr=0.1,damping=0.3; one optimizer, repeatable."),
+    ] = None,
     as_json: options.Json = False,
     *,
     changes: dict[str, Any],
@@ -106,6 +110,9 @@ def tune(
             scales = measure(task, TUNING_SEED, device)
             plans = [Plan(*one, trials, finalists, seeds, objective, limit, scales) for one in opened]
             parts.append((task, plans))
+            for plan in plans:
+                for start in starts or []:
+                    plan.begin_with({key: float(value) for key, value in settings.assignments(start.split(","))})
         written: dict[str, dict[str, Any]] = {}
         interrupted = False
         try:
@@ -147,7 +154,7 @@ def make_trial(plan: Plan, patient: bool, task: Task, device: str, board: termin
     if place >= plan.trials:  # somebody has asked in the same moment
         study.tell(trial, state=optuna.trial.TrialState.FAIL)
         return
-    study.sampler = sampler(plan.point(place))
+    study.sampler = sampler({} if "start" in trial.user_attrs else plan.point(trial.number))
     study.pruner = pruner(base.steps)
     try:
         for name, r in plan.optimizer.ranges.items():
