@@ -83,7 +83,7 @@ def test_trials_are_the_same_places_of_each_range() -> None:
     # two dimensions, relative to what is measured: in the middle of both ranges first
     first, *rest = plan.trials_of(optimizers.get("kfac"), 4, Scales(step=2.0, eigenvalue=3.0))
     assert first["damping"] == pytest.approx(3.0 * math.sqrt(1e4), rel=1e-3)
-    assert first["lr"] == pytest.approx(math.sqrt(0.03 * 100) * 2.0 * first["damping"], rel=1e-3)
+    assert first["lr"] == pytest.approx(math.sqrt(0.15 * 500) * 2.0 * first["damping"], rel=1e-3)
     assert len({point["lr"] for point in rest} | {point["damping"] for point in rest}) == 6
 
 
