@@ -185,7 +185,8 @@ def _against_sgd_and_kfac(sections: Sequence[Section]) -> list[str]:
     titles = [PAPER_RIVALS[name] for name in PAPER_RIVALS]
     return [
         "## NGPlus, SGD and KFAC",
-        "NGPlus has its defaults and a `momentum` of 0.5, tuned in the learning rate and `relative_damping`. "
+        "NGPlus is tuned in the learning rate and `relative_damping`, with the momentum that "
+        "[the laboratory](laboratory.md#what-the-shipped-numbers-are-worth) names. "
         f"On {len(ahead)} of "
         f"{count(len(lines), 'workload')} it gets to the target with at least as many seeds as SGD and KFAC, and in no "
         f"more steps: {_listed(ahead, 'none')}. A run that loses the target again counts as one that missed it; of "
