@@ -184,13 +184,14 @@ def _against_sgd_and_kfac(sections: Sequence[Section]) -> list[str]:
     if not lines:
         return []
     titles = [PAPER_RIVALS[name] for name in PAPER_RIVALS]
+    where = f" ({_listed(set(lost))})" if lost else ""
     return [
         "## NGPlus, SGD and KFAC",
         "NGPlus is tuned in the learning rate and `relative_damping`, with the momentum that "
         "[the laboratory](laboratory.md#what-the-shipped-numbers-are-worth) names. "
         f"On {len(ahead)} of {count(len(lines), 'workload')} it gets to the target with at least as many seeds as SGD "
-        f"and KFAC, and in no more steps: {_listed(ahead, 'none')}. A run that diverges or loses the target again counts "
-        f"as one that missed it; of NGPlus, {count(len(lost), 'run')} did{f' ({_listed(set(lost))})' if lost else ''}.",
+        f"and KFAC, and in no more steps: {_listed(ahead, 'none')}. A run that diverges or loses the target again "
+        f"counts as one that missed it; of NGPlus, {count(len(lost), 'run')} did{where}.",
         *(line for name, other in PAPER_RIVALS.items() for line in _means(ratios[name], "steps", "NGPlus", other)),
         _table(("workload", "NGPlus", *titles, *(f"NGPlus / {t}" for t in titles), "as often and as soon"), lines),
     ]
