@@ -73,15 +73,17 @@ def without_clock(path: Path) -> dict[Any, Any]:
 def test_trials_are_the_same_places_of_each_range() -> None:
     entry = optimizers.get("adamw")
     r = entry.ranges["lr"]
-    found = [point["lr"] for point in plan.points(entry, 7, Scales())]
+    found = [point["lr"] for point in plan.trials_of(entry, 7, Scales())]
     places = [math.log(rate / r.low) / math.log(r.high / r.low) for rate in found]
     assert places == pytest.approx([1 / 2, 3 / 4, 1 / 4, 3 / 8, 7 / 8, 5 / 8, 1 / 8], abs=1e-4)
-    assert plan.points(entry, 3, Scales()) == plan.points(entry, 7, Scales())[:3]  # more trials go on with them
-    assert plan.points(optimizers.get("soap"), 7, Scales()) == plan.points(entry, 7, Scales())  # it has the same range
+    assert plan.trials_of(entry, 3, Scales()) == plan.trials_of(entry, 7, Scales())[:3]  # more trials go on with them
+    assert plan.trials_of(optimizers.get("soap"), 7, Scales()) == plan.trials_of(
+        entry, 7, Scales()
+    )  # it has the same range
     # two dimensions, relative to what is measured: in the middle of both ranges first
-    first, *rest = plan.points(optimizers.get("kfac"), 4, Scales(step=2.0, eigenvalue=3.0))
+    first, *rest = plan.trials_of(optimizers.get("kfac"), 4, Scales(step=2.0, eigenvalue=3.0))
     assert first["damping"] == pytest.approx(3.0 * math.sqrt(1e4), rel=1e-3)
-    assert first["lr"] == pytest.approx(math.sqrt(0.03 * 100) * 2.0 * first["damping"], rel=1e-3)
+    assert first["lr"] == pytest.approx(math.sqrt(0.15 * 500) * 2.0 * first["damping"], rel=1e-3)
     assert len({point["lr"] for point in rest} | {point["damping"] for point in rest}) == 6
 
 

@@ -36,7 +36,7 @@ def test_tune_writes_a_preset_that_train_takes() -> None:
     assert len(held["sgd"]["tuning"]["trials"]) == 3
     rates = [trial["hyper"]["lr"] for trial in held["sgd"]["tuning"]["trials"]]
     step = held["sgd"]["tuning"]["scales"]["step"]
-    assert rates == pytest.approx([step, step / 3, step * 3])  # the start of the range, and around it
+    assert rates == pytest.approx([step * 0.03 * 1000**part for part in (1 / 2, 3 / 4, 1 / 4)], rel=1e-3)
     assert Path("tuning.db").exists()
     before = Path("presets/digits.json").read_bytes()
     ngplus(*arguments)  # the study has its trials
@@ -103,7 +103,7 @@ def test_a_trial_that_cannot_win_ends() -> None:
     from ngplus.lab.search import Scales
 
     study = tune.open_study("sqlite:///one.db", "one", CONFIG)
-    made = tune.Plan(optimizers.get("sgd"), CONFIG, study, 3, 1, 0, 1, "target", None, Scales())
+    made = tune.Plan(optimizers.get("sgd"), CONFIG, study, 3, 1, 1, "target", None, Scales())
     study.tell(study.ask(), 0.3)  # the target after 30 of 100 steps
     look = tune.stopper(made, study.ask(), CONFIG)
     assert [look(step, 0.5) for step in (10, 20, 30)] == ["", "", "cannot win"]
@@ -129,8 +129,8 @@ def test_ranges_follow_the_task() -> None:
     ranges = optimizers.get("kfac").ranges
     point = {search.coordinate(name, entry): 2.0 for name, entry in ranges.items()}
     found = search.hyper(ranges, point, theirs)
-    assert found["damping"] == pytest.approx(2 * theirs.eigenvalue)
-    assert found["lr"] == pytest.approx(2 * theirs.step * found["damping"])
+    assert found["damping"] == pytest.approx(2 * theirs.eigenvalue, rel=1e-3)
+    assert found["lr"] == pytest.approx(2 * theirs.step * found["damping"], rel=1e-3)
 
 
 def test_the_scales_are_those_of_single_samples() -> None:
@@ -259,44 +259,44 @@ class Told:
 
 def test_the_best_trials_are_run_on_more_seeds_and_the_best_mean_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told({
-        (0.003, 100): 40, (0.003, 101): 50, (0.003, 102): 60,
-        (0.001, 100): 30, (0.001, 101): 100, (0.001, 102): 60,  # the best of the seed that all trials have
-        (0.009, 100): 80, (0.009, 101): 100, (0.009, 102): 90,
+        (0.0055, 100): 40, (0.0055, 101): 50, (0.0055, 102): 60,
+        (0.0234, 100): 30, (0.0234, 101): 100, (0.0234, 102): 60,  # the best of the seed that all trials have
+        (0.0013, 100): 80, (0.0013, 101): 100, (0.0013, 102): 90,
     })  # fmt: skip
     monkeypatch.setattr(loop, "run", told)
     arguments = ["tune", "digits", "-o", "adam", "--trials", "3", "--steps", "100", "--target", "0.9"]
     said = ngplus(*arguments, "--warmup", "1")
-    assert "lr 0.003, the best of 3 trials with a score of 0.5;" in said
+    assert "lr 0.005477, the best of 3 trials with a score of 0.5;" in said
     trials = told.made[:3]
-    assert trials == [(0.003, 100, 100), (0.001, 100, 100), (0.009, 100, 100)]
+    assert trials == [(0.0055, 100, 100), (0.0234, 100, 100), (0.0013, 100, 100)]
     finals = told.made[3:]
     assert finals == [
-        (0.001, 101, 100), (0.001, 102, 100),  # 190 steps in all, with the 30 of its trial
-        (0.003, 101, 100), (0.003, 102, 100),  # 150
-        (0.009, 101, 70),  # and here it has as many with the 80 of its trial
+        (0.0234, 101, 100), (0.0234, 102, 100),  # 190 steps in all, with the 30 of its trial
+        (0.0055, 101, 100), (0.0055, 102, 100),  # 150
+        (0.0013, 101, 70),  # and here it has as many with the 80 of its trial
     ]  # fmt: skip
     held = {round(trial["hyper"]["lr"], 4): trial["scores of the finals"] for trial in trials_of("adam")}
-    assert held[0.001] == pytest.approx([0.3, 1.0, 0.6])
-    assert held[0.003] == pytest.approx([0.4, 0.5, 0.6])
-    assert held[0.009] == pytest.approx([0.8])
+    assert held[0.0234] == pytest.approx([0.3, 1.0, 0.6])
+    assert held[0.0055] == pytest.approx([0.4, 0.5, 0.6])
+    assert held[0.0013] == pytest.approx([0.8])
     ngplus(*arguments, "--warmup", "1")  # all of it is in the storage
     assert told.made[8:] == []
     # two finalists: the last trial ends where it is not among them any more, and is not one
     said = ngplus(*arguments, "--warmup", "1", "--finalists", "2", "--storage", "sqlite:///two.db")
-    assert "lr 0.003, the best of 3 trials with a score of 0.5;" in said
-    assert told.made[8:11] == [(0.003, 100, 100), (0.001, 100, 100), (0.009, 100, 40)]
+    assert "lr 0.005477, the best of 3 trials with a score of 0.5;" in said
+    assert told.made[8:11] == [(0.0055, 100, 100), (0.0234, 100, 100), (0.0013, 100, 40)]
     assert len(told.made) == 8 + 3 + 4
     assert [len(trial.get("scores of the finals", [])) for trial in trials_of("adam")] == [3, 3, 0]
     said = ngplus(*arguments, "--warmup", "1", "--trials", "1", "--storage", "sqlite:///two.db")
-    assert "lr 0.003, the best of 1 trial with" in said
+    assert "lr 0.005477, the best of 1 trial with" in said
 
 
 def test_a_finalist_that_diverges_makes_room_for_the_next_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told({(0.003, 100): 40, (0.001, 100): 30, (0.009, 100): 80}
-                | {(0.003, 101): 50, (0.003, 102): 60, (0.009, 101): 90, (0.009, 102): 90})  # fmt: skip
+    told = Told({(0.0055, 100): 40, (0.0234, 100): 30, (0.0013, 100): 80}
+                | {(0.0055, 101): 50, (0.0055, 102): 60, (0.0013, 101): 90, (0.0013, 102): 90})  # fmt: skip
 
     def run(config: runs.Config, *rest: Any, **options: Any) -> runs.Result:
-        if (config.seed, round(config.hyper["lr"], 4)) in ((101, 0.001), (101, 0.003)):
+        if (config.seed, round(config.hyper["lr"], 4)) in ((101, 0.0234), (101, 0.0055)):
             told.made.append((round(config.hyper["lr"], 4), 101, 10))
             return runs.summarise(config, [], 10, 1.0, 0, "diverged", "the loss became nan")
         return told(config, *rest, **options)
@@ -304,30 +304,30 @@ def test_a_finalist_that_diverges_makes_room_for_the_next_trial(monkeypatch: pyt
     monkeypatch.setattr(loop, "run", run)
     arguments = ["tune", "digits", "-o", "adam", "--trials", "3", "--steps", "100", "--target", "0.9"]
     said = ngplus(*arguments, "--finalists", "1", "--storage", "sqlite:///one.db")
-    assert "lr 0.001, the best of 3 trials with" in said  # without finals, the best trial wins
+    assert "lr 0.0234, the best of 3 trials with" in said  # without finals, the best trial wins
     made = len(told.made)
     said = ngplus(*arguments, "--finalists", "2")
     finals = [(rate, seed) for rate, seed, _ in told.made[made + 3 :]]
     # the best trial ends at its second seed, and so does the next one; the third was cut short, and begins anew
-    assert finals == [(0.001, 101), (0.003, 101), (0.009, 100), (0.009, 101), (0.009, 102)]
-    assert "lr 0.009, the best of 3 trials with" in said
+    assert finals == [(0.0234, 101), (0.0055, 101), (0.0013, 100), (0.0013, 101), (0.0013, 102)]
+    assert "lr 0.001282, the best of 3 trials with" in said
     assert trials_of("adam")[1]["scores of the finals"] == pytest.approx([0.3, 10.0])
 
 
 def test_a_finalist_that_was_left_off_goes_on_when_its_better_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The third trial beats the others, and then only two trials are asked for."""
-    told = Told({(0.003, seed): 60 for seed in (100, 101, 102)} | {(0.001, seed): 70 for seed in (100, 101, 102)}
-                | {(0.009, seed): 20 for seed in (100, 101, 102)})  # fmt: skip
+    told = Told({(0.0055, seed): 60 for seed in (100, 101, 102)} | {(0.0234, seed): 70 for seed in (100, 101, 102)}
+                | {(0.0013, seed): 20 for seed in (100, 101, 102)})  # fmt: skip
     monkeypatch.setattr(loop, "run", told)
     arguments = ["tune", "digits", "-o", "adam", "--steps", "100", "--target", "0.9"]
-    assert "lr 0.009" in ngplus(*arguments, "--trials", "3")
+    assert "lr 0.001282" in ngplus(*arguments, "--trials", "3")
     assert len(trials_of("adam")[0]["scores of the finals"]) < 3
-    assert "lr 0.003, the best of 2 trials with a score of 0.6;" in ngplus(*arguments, "--trials", "2")
+    assert "lr 0.005477, the best of 2 trials with a score of 0.6;" in ngplus(*arguments, "--trials", "2")
     assert trials_of("adam")[0]["scores of the finals"] == pytest.approx([0.6] * 3)
 
 
 def test_finals_that_were_broken_off_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told({(rate, seed): 50 for rate in (0.003, 0.001, 0.009) for seed in (100, 101, 102)})
+    told = Told({(rate, seed): 50 for rate in (0.0055, 0.0234, 0.0013) for seed in (100, 101, 102)})
 
     def broken_off(config: runs.Config, *rest: Any, **options: Any) -> runs.Result:
         if len(told.made) == 5:
@@ -342,3 +342,48 @@ def test_finals_that_were_broken_off_go_on(monkeypatch: pytest.MonkeyPatch) -> N
     ngplus(*arguments)
     assert len(told.made) == 9
     assert len(trials_of("adam")[0]["scores of the finals"]) == 3
+
+
+def test_later_trials_are_near_the_best() -> None:
+    from ngplus.lab import optimizers, search, tune
+    from ngplus.lab.study import GLOBAL_TRIALS
+
+    study = tune.open_study("sqlite:///near.db", "near", CONFIG)
+    entry = optimizers.get("kfac")
+    made = tune.Plan(entry, CONFIG, study, GLOBAL_TRIALS + 4, 1, 1, "target", None, search.Scales())
+    ranges = {search.coordinate(name, r): r for name, r in entry.ranges.items()}
+    points = []
+    for place in range(made.trials):
+        study.sampler = tune.sampler(point := made.point(place))
+        trial = study.ask()
+        found = {key: trial.suggest_float(key, r.low, r.high, log=r.log) for key, r in ranges.items()}
+        assert found == pytest.approx(point)
+        points.append(point)
+        study.tell(trial, 0.2 if place == 1 else 0.5)
+    assert points[:GLOBAL_TRIALS] == search.points(entry.ranges, GLOBAL_TRIALS)
+    parts = [{key: search.part_of(r, point[key]) for key, r in ranges.items()} for point in points]
+    for key in ranges:
+        assert min(part[key] for part in parts[:GLOBAL_TRIALS]) < 0.2  # all over the ranges
+        assert max(part[key] for part in parts[:GLOBAL_TRIALS]) > 0.8
+        near = [part[key] - parts[1][key] for part in parts[GLOBAL_TRIALS:]]
+        assert max(map(abs, near)) <= search.LOCAL / 2 + 1e-9
+        assert min(near) < 0 <= max(near)
+    assert len({tuple(point.values()) for point in points}) == made.trials
+
+
+def test_settings_that_are_tried_as_well() -> None:
+    start = ["--start", "lr=0.02", "--storage", "sqlite:///start.db"]
+    ngplus("tune", "digits", "-o", "adam", "--trials", "3", *start, *SHORT)
+    ngplus("tune", "digits", "-o", "adam", "--trials", "4", *start, *SHORT)  # it is not tried twice
+    assert [trial["hyper"]["lr"] for trial in trials_of("adam")] == [0.02, 0.005477, 0.0234, 0.001282]
+    assert "outside of the range 0.0003 to 0.1" in ngplus("tune", "digits", "-o", "adam", "--start", "lr=1", code=2)
+    assert "--start takes lr, not beta" in ngplus("tune", "digits", "-o", "adam", "--start", "beta=1", code=2)
+
+
+def test_a_point_is_what_its_hyper_parameters_stand_for() -> None:
+    from ngplus.lab import optimizers, search
+
+    ranges, scales = optimizers.get("kfac").ranges, search.Scales(2.0, 3.0)
+    for point in search.points(ranges, 4):
+        values = search.hyper(ranges, point, scales)
+        assert search.point_of(ranges, values, scales) == pytest.approx(point, rel=1e-3)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngplus.lab.search import Scales, coordinate, hyper
+from ngplus.lab.search import Scales, hyper, point_of, points
 from ngplus.lab.terminal import count
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ngplus.lab.runs import Config, Result
 
 FAILED = 10.0  # the score of a run that diverged, where steps to the target count
-OPENING = (1.0, 1 / 3, 3.0)  # factors of the learning rate in the first trials
+GLOBAL_TRIALS = 8  # over the whole ranges; those after them are near the best
 TUNING_SEED = 100  # a comparison uses the seeds 0, 1, 2, …: none of them is tuned on
 MORE_SEEDS = 2  # on which the best trials are run again
 
@@ -47,7 +47,6 @@ class Plan:
     study: optuna.Study
     trials: int
     finalists: int
-    seed: int
     seeds: int
     objective: str
     limit: float | None
@@ -56,6 +55,20 @@ class Plan:
     def hyper(self, trial: optuna.trial.FrozenTrial | optuna.Trial) -> dict[str, float]:
         """The hyper-parameters of a trial, whose own parameters are coordinates."""
         return hyper(self.optimizer.ranges, trial.params, self.scales)
+
+    def point(self, number: int) -> dict[str, float]:
+        """The coordinates of the trial of that number: a point of Sobol's sequence over the whole ranges, then near
+        the best trial so far. Trials of ``--start`` do not count."""
+        before = self.study.get_trials(deepcopy=False)[:number]
+        place = sum("start" not in t.user_attrs and t.state.name != "FAIL" for t in before)
+        around = self.ranked()[0].params if place >= GLOBAL_TRIALS and self.counted() else None
+        return points(self.optimizer.ranges, place + 1, around)[place]
+
+    def begin_with(self, values: Mapping[str, float]) -> None:
+        """Queues a trial with these hyper-parameters, once."""
+        point = point_of(self.optimizer.ranges, values, self.scales)
+        if not any(t.user_attrs.get("start") == point for t in self.study.get_trials(deepcopy=False)):
+            self.study.enqueue_trial(point, user_attrs={"start": point})
 
     def most_runs(self) -> int:
         return self.trials * self.seeds + (self.finalists * self.runs if self.finalists > 1 else 0)
@@ -165,33 +178,13 @@ def open_study(storage: str, name: str, base: Config) -> optuna.Study:
     return study
 
 
-def opening(optimizer: OptimizerEntry, place: int) -> dict[str, float]:
-    """The first trials, as coordinates: the start of each range, then with a third and with three times the learning
-    rate; none after them."""
-    if place >= len(OPENING):
-        return {}
-    fixed = {
-        coordinate(name, entry): float(optimizer.defaults[name] if entry.start is None else entry.start)
-        for name, entry in optimizer.ranges.items()
-    }
-    fixed[coordinate("lr", optimizer.ranges["lr"])] *= OPENING[place]
-    return fixed
-
-
-def sampler(fixed: Mapping[str, float], *seed: int) -> optuna.samplers.BaseSampler:
-    """TPE, each parameter by itself: it is asked when the trial has its number, which is part of the seed. A study that
-    goes on, or is shared, does not draw the same random points again."""
-    import numpy as np
+def sampler(point: Mapping[str, float]) -> optuna.samplers.BaseSampler:
+    """Gives a trial the coordinates of a point."""
     import optuna
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # constant_liar and PartialFixedSampler are marked experimental
-        tpe = optuna.samplers.TPESampler(
-            seed=int(np.random.SeedSequence(seed).generate_state(1)[0]),  # numbers side by side give points apart
-            n_startup_trials=len(OPENING),
-            constant_liar=True,  # running trials of other processes count as bad ones
-        )
-        return optuna.samplers.PartialFixedSampler(dict(fixed), tpe) if fixed else tpe
+        warnings.simplefilter("ignore")  # PartialFixedSampler is marked experimental
+        return optuna.samplers.PartialFixedSampler(dict(point), optuna.samplers.RandomSampler())
 
 
 def pruner(steps: int) -> optuna.pruners.BasePruner:
@@ -216,8 +209,6 @@ def score(config: Config, result: Result, objective: str) -> float:
 
 def story(plan: Plan) -> dict[str, Any]:
     """How the settings were found, for the preset and the report."""
-    import optuna
-
     limit = {} if plan.limit is None else {"limit of a run in CPU seconds": plan.limit}
     seeds = [TUNING_SEED + number for number in range(plan.runs)]
     finals = {"finalists": plan.finalists, "seeds of the finals": seeds} if plan.finalists > 1 else {}
@@ -228,7 +219,7 @@ def story(plan: Plan) -> dict[str, Any]:
         trials.append({"hyper": plan.hyper(trial), "score": _number(trial.value), **more})
     return {
         "study": plan.study.study_name,
-        "sampler": f"Optuna {optuna.__version__}, TPE, seed {plan.seed}",
+        "sampler": "Sobol, then near the best",
         "objective": plan.objective,
         "seeds of the runs": seeds[: plan.seeds],
         **finals,

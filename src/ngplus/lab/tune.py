@@ -19,7 +19,6 @@ from ngplus.lab.study import (
     Final,
     Plan,
     open_study,
-    opening,
     pruner,
     sampler,
     score,
@@ -48,7 +47,6 @@ def tune(
         str, typer.Option(help="Optuna storage: a local file, or a database URL for several machines.")
     ] = "tuning.db",
     preset: options.PresetName = "small",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of Optuna's sampler.")] = 0,
     seeds: Annotated[
         int, typer.Option(min=1, help="Runs of a trial, on the seeds 100, 101, …; the score is their mean.")
     ] = 1,
@@ -64,15 +62,18 @@ def tune(
     threads: options.Threads = None,
     device: options.Device = "cpu",
     presets: options.PresetFolder = None,
+    starts: Annotated[
+        list[str] | None,
+        typer.Option("--start", help="Settings to try as well, such as lr=0.1,damping=0.3; one optimizer, repeatable."),
+    ] = None,
     as_json: options.Json = False,
     *,
     changes: dict[str, Any],
 ) -> None:
     """Tune an optimizer on a workload with Optuna.
 
-    The first trial has the default learning rate, or the start of the relative ranges, which follow the task's loss and
-    per-sample gradients. The next two have a third and three times that rate, the others come from the TPE sampler. At
-    the end the best trials are run on more seeds; the best mean wins.
+    The first trials are spread over the ranges, by Sobol's sequence; the others are near the best one. At the end the
+    best trials are run on more seeds; the best mean wins.
 
     The study stays in the storage: after an interruption the same command continues it, and several processes may share
     it, on several machines with a database URL. The best settings go into presets/WORKLOAD.json with all trials, and
@@ -107,8 +108,11 @@ def tune(
         parts = []
         for task, opened in studies:
             scales = measure(task, TUNING_SEED, device)
-            plans = [Plan(*one, trials, finalists, seed, seeds, objective, limit, scales) for one in opened]
+            plans = [Plan(*one, trials, finalists, seeds, objective, limit, scales) for one in opened]
             parts.append((task, plans))
+            for plan in plans:
+                for start in starts or []:
+                    plan.begin_with({key: float(value) for key, value in settings.assignments(start.split(","))})
         written: dict[str, dict[str, Any]] = {}
         interrupted = False
         try:
@@ -150,7 +154,7 @@ def make_trial(plan: Plan, patient: bool, task: Task, device: str, board: termin
     if place >= plan.trials:  # somebody has asked in the same moment
         study.tell(trial, state=optuna.trial.TrialState.FAIL)
         return
-    study.sampler = sampler(opening(plan.optimizer, place), plan.seed, trial.number)
+    study.sampler = sampler({} if "start" in trial.user_attrs else plan.point(trial.number))
     study.pruner = pruner(base.steps)
     try:
         for name, r in plan.optimizer.ranges.items():

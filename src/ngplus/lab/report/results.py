@@ -177,18 +177,21 @@ def _against_sgd_and_kfac(sections: Sequence[Section]) -> list[str]:
             cells.append(f"{mine / theirs:.2f}" if mine and theirs else "–")
         level = all(_as_often_and_as_soon(ours, found[name]) for name in PAPER_RIVALS)
         ahead += [title] if level else []
-        lost += [title for run in ours.runs if run.result is not None and run.result.collapsed]
+        ended = [run.result for run in ours.runs if run.result is not None]
+        lost += [title for result in ended if result.collapsed or result.status == "diverged"]
         names = ("ngplus", *PAPER_RIVALS)
         lines.append((title, *(_shown(found[name], "steps") for name in names), *cells, "yes" if level else "no"))
     if not lines:
         return []
     titles = [PAPER_RIVALS[name] for name in PAPER_RIVALS]
+    where = f" ({_listed(set(lost))})" if lost else ""
     return [
         "## NGPlus, SGD and KFAC",
-        f"NGPlus has its defaults, tuned in the learning rate and `relative_damping`. On {len(ahead)} of "
-        f"{count(len(lines), 'workload')} it gets to the target with at least as many seeds as SGD and KFAC, and in no "
-        f"more steps: {_listed(ahead, 'none')}. A run that loses the target again counts as one that missed it; of "
-        f"NGPlus, {count(len(lost), 'run')} did{f' ({_listed(set(lost))})' if lost else ''}.",
+        "NGPlus is tuned in the learning rate and `relative_damping`, with the momentum that "
+        "[the laboratory](laboratory.md#what-the-shipped-numbers-are-worth) names. "
+        f"On {len(ahead)} of {count(len(lines), 'workload')} it gets to the target with at least as many seeds as SGD "
+        f"and KFAC, and in no more steps: {_listed(ahead, 'none')}. A run that diverges or loses the target again "
+        f"counts as one that missed it; of NGPlus, {count(len(lost), 'run')} did{where}.",
         *(line for name, other in PAPER_RIVALS.items() for line in _means(ratios[name], "steps", "NGPlus", other)),
         _table(("workload", "NGPlus", *titles, *(f"NGPlus / {t}" for t in titles), "as often and as soon"), lines),
     ]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ngplus.lab import settings
-from ngplus.lab.optimizers import OptimizerEntry, Range
+from ngplus.lab.optimizers import OptimizerEntry
 from ngplus.lab.runs import Config, RunError
-from ngplus.lab.search import Scales, coordinate, hyper
+from ngplus.lab.search import Scales, hyper, points, rounded
 from ngplus.lab.study import TUNING_SEED
 from ngplus.lab.sweep import numbers
 from ngplus.lab.sweep.rows import RATE, RESULT, TRIAL, Key, Row, key, of
@@ -135,22 +134,9 @@ def order(names: Iterable[str]) -> list[str]:
     return [name for name in FIRST if name in found] + [name for name in found if name not in FIRST]
 
 
-def points(entry: OptimizerEntry, number: int, scales: Scales) -> list[dict[str, float]]:
-    """The hyper-parameters of the first ``number`` trials, the same whenever they are asked for.
-
-    They are the points of Sobol's sequence behind its first, the corner, over the ranges of the optimizer. In one
-    dimension these are 1/2, 3/4, 1/4, 3/8, 7/8, 5/8, 1/8, ... of a range, by logarithms.
-    """
-    from torch.quasirandom import SobolEngine
-
-    engine = SobolEngine(len(entry.ranges))
-    engine.fast_forward(1)
-    found = []
-    for place in engine.draw(number).tolist():
-        pairs = zip(entry.ranges.items(), place, strict=True)
-        point = {coordinate(name, r): _at(r, part) for (name, r), part in pairs}
-        found.append({name: rounded(value) for name, value in hyper(entry.ranges, point, scales).items()})
-    return found
+def trials_of(entry: OptimizerEntry, number: int, scales: Scales) -> list[dict[str, float]]:
+    """The hyper-parameters of the first ``number`` trials, the same whenever they are asked for."""
+    return [hyper(entry.ranges, point, scales) for point in points(entry.ranges, number)]
 
 
 def following(chains: Sequence[Chain], made: Made, left_out: Iterable[Job]) -> Job | None:
@@ -171,17 +157,6 @@ def following(chains: Sequence[Chain], made: Made, left_out: Iterable[Job]) -> J
     return None
 
 
-def rounded(value: float) -> float:
-    """Four digits: machines differ in the last one of what is measured."""
-    return float(f"{value:.4g}")
-
-
-def _at(r: Range, part: float) -> float:
-    if r.log:
-        return math.exp(math.log(r.low) + part * math.log(r.high / r.low))
-    return r.low + part * (r.high - r.low)
-
-
 def make_chains(
     opened: Mapping[str, tuple[Workload, Preset]],
     preset: str,
@@ -196,6 +171,6 @@ def make_chains(
     for where, (workload, size) in opened.items():
         for entry in entries:
             relative = any(r.unit for r in entry.ranges.values())
-            held = points(entry, trials, scales(where) if relative else Scales())
+            held = trials_of(entry, trials, scales(where) if relative else Scales())
             found.append(Chain(where, workload, preset, size, entry.name, held, seeds, rates))
     return found
