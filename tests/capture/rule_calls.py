@@ -332,7 +332,9 @@ calls("__getitem__", lambda x: x[1], lambda x: x[:, 1:], lambda x: x[:, None, ..
       lambda x: x[INDEX], lambda x: x[:, :, MASK], lambda x: x[torch.arange(3), INDEX], lambda x: x[1:],
       lambda x: same(10, 2)[whole(x)], lambda x: same(2, 10)[:, whole(x)], lambda x: x[0, :, INDEX],
       lambda x: x[..., [0, 2]], lambda x: x[x[:, 0, 0] > 0.5], lambda x: x[:, 0][:, whole(x[0, 0]) % 5],
-      lambda x: x[torch.tensor(1)], lambda x: x[INDEX, torch.arange(3)])  # fmt: skip
+      lambda x: x[torch.tensor(1)], lambda x: x[INDEX, torch.arange(3)], lambda x: x[:, INDEX, INDEX],
+      lambda x: x[INDEX, INDEX], lambda x: x[:, None, INDEX, INDEX[:, None]], lambda x: x[INDEX, :, INDEX],
+      lambda x: x[INDEX, INDEX[:, None], 1:], lambda x: x[:, INDEX, whole(x[0, 0, :3]) % 5])  # fmt: skip
 calls("index_select", lambda x: x.index_select(1, INDEX), lambda x: x.index_select(0, INDEX),
       lambda x: same(10, 2).index_select(0, whole(x[:, 0, 0])),
       lambda x: torch.index_select(x, dim=2, index=INDEX))  # fmt: skip

@@ -33,7 +33,8 @@ def indexed(tracker: Tracker, x: Tensor, axis: Location, index: Any) -> Any:
         full += [slice(None)] * rest if i is Ellipsis else [i]
     chosen = [i for i in full if isinstance(i, Tensor)]
     if len(chosen) > 1:
-        return _one_row_each(tracker, axis, full)
+        found = _one_row_each(tracker, axis, full)
+        return _same_of_each(tracker, x, axis, full) if found is ... else found
     dim = at = 0
     place = {}  # of each dimension of x in the result
     for i in full:
@@ -85,6 +86,25 @@ def _one_row_each(tracker: Tracker, axis: Location, full: list[Any]) -> Any:
     if first.dim() != 1 or full[1].dim() != 1 or any(isinstance(i, Tensor) for i in full[2:]):
         return ...
     return axis if bool((first == torch.arange(len(first), device=first.device)).all()) else ...
+
+
+def _same_of_each(tracker: Tracker, x: Tensor, axis: Location, full: list[Any]) -> Any:
+    """x[:, i, j] takes the same entries of each sample. The indices, side by side, become the dimensions of one."""
+    spots = [k for k, i in enumerate(full) if isinstance(i, Tensor)]
+    known = all(isinstance(i, Tensor | slice) or i is None for i in full)
+    if not known or len(spots) != spots[-1] - spots[0] + 1 or any(tracker.of(full[k]) is not None for k in spots):
+        return ...
+    dim = at = 0
+    for k, i in enumerate(full):
+        if isinstance(axis, SampleAxis) and i is not None and dim == axis.dim:
+            whole = isinstance(i, slice) and i.indices(x.shape[dim]) == (0, x.shape[dim], 1)
+            return replace(axis, dim=at) if whole else ...
+        if isinstance(i, Tensor):
+            at += max(full[spot].dim() for spot in spots) if k == spots[0] else 0
+        else:
+            at += 1
+        dim += i is not None
+    return ...
 
 
 @rule("__setitem__")
