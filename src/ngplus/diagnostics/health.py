@@ -28,8 +28,8 @@ FAULTS = {
     "gradients": "Gradients that are not finite, or whose norm overflows: {}. "
     "The step was skipped, and no parameter changed. Check the data, the model and the learning rate",
     "dropped": "The curvature of {} is not finite. The last finite one is used, or the plain gradient if there is none",
-    "retried": "The curvature of {} could not be factorised at the first attempt. NGPlus retries with more damping, "
-    "then in float64: a larger damping avoids this. NGAdam retries in float64: nothing has to be done",
+    "retried": "The curvature of {} could not be factorised at the first attempt. More damping is tried, then float64. "
+    "A larger damping avoids this",
     "plain": "The curvature of {} could not be factorised. NGPlus uses the plain gradient: a larger damping may help. "
     "NGAdam uses the root of the diagonal until the next refresh",
     "steps": "The step of {} was not finite or too large. It was skipped, and its momentum in NGPlus was reset. "
@@ -210,10 +210,12 @@ Update = tuple[Tensor, Tensor]  # the lengths of the changes of parameters, [n],
 
 
 class FaultCounter:
-    """Counts faults by kind and name, on the device where they are found."""
+    """Counts faults by kind and name, on the device where they are found. There is no warning of the kinds in
+    ``harmless``."""
 
-    def __init__(self) -> None:
+    def __init__(self, harmless: Sequence[str] = ()) -> None:
         self.steps = 0
+        self._harmless = harmless
         self._counts: Counter[tuple[str, str]] = Counter()
         self._warned: set[tuple[str, str]] = set()
         self._new: dict[str, list[str]] = {}
@@ -248,7 +250,7 @@ class FaultCounter:
             return
         entry = (kind, name)
         self._counts[entry] += times
-        if kind in FAULTS and entry not in self._warned:
+        if kind in FAULTS and kind not in self._harmless and entry not in self._warned:
             self._warned.add(entry)
             self._new.setdefault(kind, []).append(name)
         if kind == "retried":

@@ -48,6 +48,7 @@ class MatrixOptimizer(Optimizer):
     _accumulator_type: type[Accumulator] = Accumulator
     _refresh_rule: Callable[[int, int], bool] = staticmethod(every)  # from k and T: is this a step with a refresh?
     _identifying_options: tuple[str, ...] = ("lr", "damping", "update_every", "step")  # in every checkpoint
+    _harmless_faults: tuple[str, ...] = ()  # of which there is no warning
     _keys_in_param_dtype: tuple[str, ...] = ("momentum_buffer",)  # as torch has it; other state keeps its own
 
     def __init__(
@@ -119,7 +120,7 @@ class MatrixOptimizer(Optimizer):
         """Forms the matrices of all parameters and installs the hooks; called again when the parameters change."""
         if self._collector is not None:
             self._collector.remove()
-        self._faults = self.__dict__.get("_faults") or FaultCounter()
+        self._faults = self.__dict__.get("_faults") or FaultCounter(self._harmless_faults)
         self._warned = self._warned_of_replaced = False
         in_model = named(self._model.named_parameters(remove_duplicate=False)) if self._model is not None else {}
         names: dict[nn.Parameter, str] = {}
